@@ -1,0 +1,38 @@
+# make demo, make test: each sets up .venv by itself, once, and again only when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-all lint format coverage clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/lockstep train
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+coverage: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .coverage* htmlcov

@@ -1,0 +1,59 @@
+"""One training script, the same numbers on any parallel layout.
+
+    import lockstep
+
+    run = lockstep.init()
+    engine = run.setup(build_model, loss, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))
+    for batch in run.loader(dataset, global_batch=64):
+        out = engine.step(batch)
+        run.log(loss=out.loss)
+
+Importing this package does not import torch; using it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import NonFiniteError, UserError
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+    from lockstep.data.corpora import TokenDataset
+    from lockstep.engine import Engine, Metric, StepResult
+    from lockstep.layout import Layout
+    from lockstep.run import Run, init
+    from lockstep.trainer import Trainer
+
+_HOME = {
+    "Config": "config",
+    "Engine": "engine",
+    "Layout": "layout",
+    "Metric": "engine",
+    "Run": "run",
+    "StepResult": "engine",
+    "TokenDataset": "data.corpora",
+    "Trainer": "trainer",
+    "init": "run",
+}
+
+__all__ = [
+    "Config",
+    "Engine",
+    "Layout",
+    "Metric",
+    "NonFiniteError",
+    "Run",
+    "StepResult",
+    "TokenDataset",
+    "Trainer",
+    "UserError",
+    "init",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)

@@ -1,0 +1,123 @@
+"""What of an engine goes into a checkpoint, by original parameter names, and back."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.engine import Engine
+
+
+def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """This rank's tensors (its shards, where the model is sharded) and the JSON part."""
+    tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.model.named_parameters()}
+    tensors |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
+    values: dict[str, Any] = {}
+    for name, parameter in _trained(engine):
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                kind = "optimizer-shard" if isinstance(value, DTensor) else "optimizer"
+                tensors[f"{kind}/{name}/{key}"] = _local(value)
+            else:
+                values.setdefault(name, {})[key] = value
+    names = {id(parameter): name for name, parameter in _trained(engine)}
+    groups = [
+        {
+            "parameters": [names[id(parameter)] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if _is_option(key, value)},
+        }
+        for group in engine.optimizer.param_groups
+    ]
+    return tensors, {
+        "step": engine.steps_done,
+        "skipped": engine.steps_skipped,
+        "layout": str(engine.layout),
+        "optimizer": {"values": values, "groups": groups},
+    }
+
+
+@torch.no_grad()
+def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    """Put a checkpoint's state into an engine of the same model, optimizer and sharding."""
+    targets = {f"model/{name}": _local(tensor) for name, tensor in engine.model.named_parameters()}
+    targets |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
+    _refuse_other_names(set(targets), {name for name in tensors if not name.startswith("optimizer")})
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape or target.dtype != tensors[name].dtype:
+            raise UserError(
+                f"{name} is {_kind(tensors[name])} in the checkpoint and {_kind(target)} in the model",
+                "build the model the checkpoint was written with",
+            )
+        target.copy_(tensors[name])
+    parameters = dict(_trained(engine))
+    _restore_groups(engine, meta["optimizer"]["groups"], parameters)
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind.startswith("optimizer"):
+            name, _, slot = rest.rpartition("/")
+            parameter = parameters[name]
+            value = tensor.to(parameter.device) if tensor.dim() else tensor
+            if kind == "optimizer-shard":
+                assert isinstance(parameter, DTensor)
+                value = DTensor.from_local(
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            engine.optimizer.state[parameter][slot] = value
+    for name, values in meta["optimizer"]["values"].items():
+        engine.optimizer.state[parameters[name]].update(values)
+    engine.steps_done = meta["step"]
+    engine.steps_skipped = meta["skipped"]
+    engine.seed_between_steps()
+
+
+def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+
+
+def _restore_groups(engine: Engine, groups: list[dict[str, Any]], parameters: dict[str, torch.nn.Parameter]) -> None:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    current = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    if current != [group["parameters"] for group in groups]:
+        raise UserError(
+            "the optimizer's parameter groups are not those of the checkpoint",
+            "build the optimizer as before, or start anew with --resume never",
+        )
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+        for key, value in saved["options"].items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _is_option(key: str, value: Any) -> bool:
+    if key in ("params", "param_names", "lr"):  # lr follows from the schedule and the step
+        return False
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_other_names(model: set[str], checkpoint: set[str]) -> None:
+    if missing := sorted(model - checkpoint):
+        raise UserError(f"the checkpoint has no {missing[0]}", "build the model the checkpoint was written with")
+    if extra := sorted(checkpoint - model):
+        raise UserError(f"the model has no {extra[0]}", "build the model the checkpoint was written with")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,4 @@
+"""The commands."""
+
+
+def main() -> None: ...

@@ -1,0 +1,382 @@
+"""The config of a run: one typed model, its TOML form, and where every value came from.
+
+Values come in layers: built-in defaults, the recipe's, a TOML file, command-line options, `--set a.b=c`. A later layer
+wins. An unknown key, a wrong type or a contradiction is a UserError that names the key and what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lockstep.errors import UserError, nearest
+from lockstep.layout import Layout
+from lockstep.recipes.catalog import find_recipe
+
+Nested = dict[str, Any]
+
+EXCLUSIVE = {
+    "steps": "epochs",
+    "epochs": "steps",
+    "global_batch": "batch_per_device",
+    "batch_per_device": "global_batch",
+}
+"""Two ways to say one thing: a layer that says it one way takes back what an earlier layer said the other way."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often something happens: every so many steps, epochs or minutes, or never."""
+
+    amount: float
+    unit: Literal["steps", "epochs", "minutes", "never"]
+
+    @staticmethod
+    def parse(text: str) -> Cadence:
+        """Read "100 steps", "1 epoch", "0.5 epochs", "10 minutes" or "never"."""
+        if text.strip() == "never":
+            return Cadence(math.inf, "never")
+        amount, _, unit = text.strip().partition(" ")
+        units: dict[str, Literal["steps", "epochs", "minutes"]] = {
+            "step": "steps",
+            "epoch": "epochs",
+            "minute": "minutes",
+        }
+        try:
+            value, unit_name = float(amount), units[unit.strip().removesuffix("s")]
+        except (ValueError, KeyError):
+            raise ValueError(f'write "100 steps", "1 epoch", "10 minutes" or "never", not {text!r}') from None
+        if not (value > 0 and math.isfinite(value)) or (unit_name == "steps" and value != int(value)):
+            raise ValueError(f"{text!r} is not a positive number of {unit_name}")
+        return Cadence(value, unit_name)
+
+    def due(self, step: int, steps_per_epoch: int | None, minutes_since_last: float) -> bool:
+        """Whether it is time after `step` optimizer steps."""
+        if self.unit == "steps":
+            return step % int(self.amount) == 0
+        if self.unit == "epochs":
+            if steps_per_epoch is None:
+                return False
+            every = max(1, round(self.amount * steps_per_epoch))
+            return step % every == 0
+        return self.unit == "minutes" and minutes_since_last >= self.amount
+
+
+class Section(BaseModel):
+    """A table of the config: no unknown keys, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class OptimizerConfig(Section):
+    name: str = Field("adamw", description="sgd, adam, adamw, or an import path such as package.module:Class")
+    lr: float = Field(1e-3, gt=0, description="learning rate the schedule multiplies")
+    args: dict[str, Any] = Field({}, description="further arguments of the optimizer, such as weight_decay")
+
+
+class ScheduleConfig(Section):
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear rise from 0 at the start")
+    final: float = Field(0.0, ge=0, le=1, description="the last step's share of lr (linear and cosine)")
+
+
+class DataConfig(Section):
+    path: str | None = Field(None, description="the user's own data instead of the recipe's embedded corpus")
+    workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: from the CPUs of a rank")
+    prefetch: int = Field(2, gt=0, description="micro-batches each worker prepares ahead")
+    persistent: bool = Field(True, description="keep the workers between validations")
+    shuffle: bool = Field(True, description="a new order every epoch")
+
+
+class LaunchConfig(Section):
+    """Where and how processes run: what a script under `lockstep run` can be told."""
+
+    name: str | None = Field(None, description="the run's name under runs/; unset: the recipe's or script's")
+    seed: int = Field(0, ge=0, description="the one seed everything random follows from")
+    layout: str = Field("dp=auto", description="mesh axes, such as dp=2,fsdp=4")
+    nproc: int | None = Field(None, gt=0, description="processes on this node; unset: one a GPU, or 2 on CPUs")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="who communicates; auto: nccl on CUDA, else gloo"
+    )
+    share_gpu: bool = Field(False, description="let several ranks use one GPU (over gloo)")
+    timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others, in every group")
+    steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
+
+    @model_validator(mode="after")
+    def _launchable(self) -> Self:
+        if self.share_gpu and self.backend == "nccl":
+            raise ValueError("share_gpu and backend nccl contradict each other: nccl refuses two ranks on one GPU")
+        if self.device == "cpu" and self.backend == "nccl":
+            raise ValueError("backend nccl needs device cuda: leave backend out on CPUs")
+        if self.device == "cpu" and self.share_gpu:
+            raise ValueError("share_gpu and device cpu contradict each other: say one of them")
+        try:
+            Layout.parse(self.layout)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class ScriptConfig(LaunchConfig):
+    """What `lockstep run` was told."""
+
+    script: str
+    args: list[str] = []
+
+
+class Config(LaunchConfig):
+    """Everything that decides what `lockstep train` computes and where."""
+
+    recipe: str = Field("lm", description="what to train: lockstep train --list")
+    epochs: int | None = Field(None, gt=0, description="passes over the data to do in all (or say steps)")
+    global_batch: int | None = Field(None, gt=0, description="samples of one optimizer step over all devices")
+    batch_per_device: int | None = Field(
+        None, gt=0, description="samples of one step per device, instead of global_batch"
+    )
+    micro_batch: int | None = Field(None, gt=0, description="samples of one forward; unset: measured once and kept")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: matmuls in bf16, weights and optimizer in fp32"
+    )
+    clip: float | None = Field(None, gt=0, description="largest global gradient norm")
+    recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
+    init: Literal["auto", "by-name"] = Field(
+        "auto", description="by-name: each module from its own seed, for huge models"
+    )
+    validate_every: str = Field("1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"')
+    save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
+    keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    model: dict[str, Any] = Field({}, description="the recipe's own settings")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        for key in ("validate_every", "save_every"):
+            try:
+                Cadence.parse(getattr(self, key))
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+        for key, other in (("steps", "epochs"), ("global_batch", "batch_per_device")):
+            if getattr(self, key) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{key} and {other} contradict each other: say one of them")
+            if getattr(self, key) is None and getattr(self, other) is None:
+                raise ValueError(f"neither {key} nor {other} is given: say one of them")
+        if self.micro_batch and self.global_batch and self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"micro_batch {self.micro_batch} is larger than global_batch {self.global_batch}: lower one of them"
+            )
+        if self.steps is not None and self.schedule.warmup_steps >= self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} leaves nothing of {self.steps} steps: shorten one"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values of one source, for example the file or the `--set` options."""
+
+    source: str
+    values: Nested
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked config and, for every key, the source of its value."""
+
+    config: Config
+    origin: Mapping[str, str]
+
+    def with_value(self, key: str, value: Any, source: str) -> Resolved:
+        """The same with one more decided value (a dotted key), checked again."""
+        values = self.config.model_dump()
+        _put(values, key, value)
+        return Resolved(_checked(Config, values, {**self.origin, key: source}), {**self.origin, key: source})
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Merge the layers, later ones winning, over the defaults of Config and of the recipe they name."""
+    name = "lm"
+    for layer in layers:
+        name = layer.values.get("recipe", name)
+    recipe = find_recipe(name) if isinstance(name, str) else None
+    if recipe:
+        layers = [Layer(f"recipe {recipe.name}", recipe.defaults), *layers]
+    merged: Nested = {}
+    origin: dict[str, str] = {}
+    for layer in layers:
+        for key, value in flatten(layer.values):
+            if key in EXCLUSIVE and EXCLUSIVE[key] not in layer.values:
+                merged.pop(EXCLUSIVE[key], None)
+                origin.pop(EXCLUSIVE[key], None)
+            _put(merged, key, value)
+            origin[key] = layer.source
+    config = _checked(Config, merged, origin)
+    if recipe:
+        settings = _checked(recipe.model_settings, config.model, origin, prefix="model.")
+        config = config.model_copy(update={"model": settings.model_dump()})
+    everything = {key: origin.get(key, "default") for key, _ in flatten(config.model_dump())}
+    return Resolved(config, everything)
+
+
+def read_toml(path: Path) -> Nested:
+    """The tables of a config file; an unreadable or malformed one is a UserError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read config {path}", f"{error.strerror or error}".lower()) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} is not TOML", str(error)) from None
+
+
+def parse_assignments(assignments: Sequence[str]) -> Nested:
+    """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text."""
+    values: Nested = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"cannot read --set {assignment!r}", "write --set key=value, as in --set optimizer.lr=0.01")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        try:
+            _put(values, key.strip(), value)
+        except TypeError:
+            raise UserError(f"--set {key} contradicts another --set", "a key is either a value or a table") from None
+    return values
+
+
+def to_toml(config: LaunchConfig) -> str:
+    """The config as TOML with every value; what is unset stands as a comment."""
+    values = config.model_dump()
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [_toml_line(key, value) for key, value in values.items() if key not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(_toml_line(key, value) for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def from_toml(path: Path) -> Config:
+    """The config a run folder holds."""
+    return resolve([Layer(str(path), read_toml(path))]).config
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; `optimizer.args` and other free tables stay whole."""
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and dotted not in ("optimizer.args",):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def _put(values: Nested, dotted: str, value: Any) -> None:
+    *tables, leaf = dotted.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise TypeError(dotted)
+    if dotted == "optimizer.args" and isinstance(value, dict):
+        value = {**values.get(leaf, {}), **value}
+    values[leaf] = value
+
+
+def _toml_line(key: str, value: Any) -> str:
+    return f"# {key} is unset" if value is None else f"{key} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def script_config(values: Nested, source: str) -> ScriptConfig:
+    """The checked options of `lockstep run`."""
+    return _checked(ScriptConfig, values, {key: source for key, _ in flatten(values)})
+
+
+def launch_config(values: Nested) -> LaunchConfig:
+    """The checked arguments of `lockstep.init`."""
+    return _checked(LaunchConfig, values, {})
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _checked(model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "") -> Model:
+    try:
+        return model.model_validate(values, strict=True)
+    except ValidationError as error:
+        raise _sentence(error, model, origin, prefix) from None
+
+
+def _sentence(error: ValidationError, model: type[BaseModel], origin: Mapping[str, str], prefix: str = "") -> UserError:
+    """The first mistake pydantic found, in a user's words."""
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    source = next((origin[k] for k in (key, *origin) if k == key or k.startswith(f"{key}.")), "")
+    where = f" (from {source})" if source else ""
+    if first["type"] == "extra_forbidden":
+        known = _keys(model, prefix)
+        same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+        close = same_leaf[0] if same_leaf else nearest(key, known)
+        fix = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}"
+        return UserError(f"unknown key {key!r}{where}", fix)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        cause, _, fix = message.partition(": ")
+        return UserError(f"{prefix}{cause}" if prefix else cause, fix or "change one of them")
+    for ours, pydantic_text in (
+        ("a whole number", "Input should be a valid integer"),
+        ("a number", "Input should be a valid number"),
+        ("text", "Input should be a valid string"),
+        ("true or false", "Input should be a valid boolean"),
+        ("a table", "Input should be a valid dictionary"),
+    ):
+        if message.startswith(pydantic_text):
+            message = f"it has to be {ours}"
+    message = message.replace("Input should be", "it has to be")
+    return UserError(f"{key} = {first['input']!r}{where} is not valid", message)
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def for_world(resolved: Resolved, world_size: int) -> Resolved:
+    """The config with layout and global batch settled for a world size."""
+    layout = Layout.parse(resolved.config.layout).resolve(world_size)
+    if str(layout) != resolved.config.layout:
+        resolved = resolved.with_value("layout", str(layout), f"{resolved.config.layout} on {world_size} processes")
+    per_device = resolved.config.batch_per_device
+    if per_device is not None:
+        values = resolved.config.model_dump()
+        values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
+        source = f"batch_per_device {per_device} x {layout.data_size} devices"
+        origin = {**resolved.origin, "global_batch": source}
+        resolved = Resolved(_checked(Config, values, origin), origin)
+    return resolved

@@ -1,0 +1,1 @@
+"""What a step reads: sample order, loading, embedded corpora."""

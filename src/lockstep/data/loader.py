@@ -1,0 +1,288 @@
+"""From plans to tensors: reads the samples of each step, in worker processes where there are any, and collates them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan, deal
+from lockstep.errors import UserError
+from lockstep.runtime.seeds import seed_everything, seed_of
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward sees, and its logical coordinate: its number in the step."""
+
+    index: int
+    ids: list[int]
+    data: Any
+    filler: bool = False
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one `engine.step` consumes on this rank. `samples` counts the whole step over all ranks."""
+
+    micro_batches: list[MicroBatch]
+    global_batch: int
+    samples: int
+    epoch: int
+    after: Position
+
+    def pin_memory(self) -> StepBatch:
+        """For the DataLoader: page-locked copies that travel to a GPU without waiting."""
+
+        def pin(value: Any) -> Any:
+            return value.pin_memory() if isinstance(value, torch.Tensor) else value
+
+        return replace(self, micro_batches=[replace(mb, data=tree_map(pin, mb.data)) for mb in self.micro_batches])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples are read, apart from which: the keys of `[data]` that do not change the numbers."""
+
+    workers: int = 0
+    prefetch: int = 2
+    persistent: bool = True
+    pin: bool = False
+    collate: Collate = default_collate
+
+
+@dataclass
+class Loader:
+    """The steps of a training, each as this rank's collated micro-batches. Iterate it; `position` follows."""
+
+    dataset: Dataset[Any]
+    order: Order
+    reading: Reading
+    position: Position = field(default_factory=Position)
+    epochs: int | None = None
+    steps: int | None = None
+    name: str = "train"
+    before_step: Callable[[], None] = field(default=lambda: None)
+    steps_done: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of one epoch; None for a stream, whose length shows at its end."""
+        return None if isinstance(self.dataset, IterableDataset) else self.order.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int | None:
+        """All steps of the training, those before a restart included."""
+        if self.steps is not None:
+            return self.steps
+        per_epoch = self.steps_per_epoch
+        return None if per_epoch is None else per_epoch * (self.epochs or 1)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        if isinstance(self.dataset, IterableDataset):
+            batches = self._stream()
+        else:
+            plans = _Plans(self.order, self.position, self._remaining())
+            batches = read_steps(self.dataset, plans, self.order, self.reading)
+        for batch in batches:
+            self.before_step()
+            yield batch
+            self.position = batch.after
+            self.steps_done += 1
+        self.before_step()
+
+    def _remaining(self) -> int:
+        assert self.total_steps is not None
+        return max(0, self.total_steps - self.steps_done)
+
+    def _stream(self) -> Iterator[StepBatch]:
+        stream = _StreamSteps(self.dataset, self.order, self.position, self.epochs, self.reading.collate)
+        loader = DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=min(1, self.reading.workers),
+            collate_fn=_same,
+            pin_memory=self.reading.pin,
+        )
+        limit = None if self.steps is None else max(0, self.steps - self.steps_done)
+        return islice(iter(loader), limit)
+
+
+def evaluation_batches(dataset: Dataset[Any], order: Order, reading: Reading) -> Iterator[MicroBatch]:
+    """This rank's share of a dataset, every sample of it read once over all ranks, in logical micro-batches."""
+    if isinstance(dataset, IterableDataset):
+        yield from _stream_evaluation(dataset, order, reading.collate)
+        return
+    for batch in read_steps(dataset, list(order.once_through()), order, reading):
+        yield from batch.micro_batches
+
+
+def dataset_size(dataset: Any, what: str) -> int:
+    """The number of samples of a map-style dataset (0 for a stream); an empty one is refused."""
+    if isinstance(dataset, IterableDataset):
+        return 0
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"the {what} dataset is a {type(dataset).__name__}",
+            "give an object with __len__ and __getitem__, or a torch IterableDataset",
+        )
+    if len(dataset) == 0:
+        raise UserError(f"the {what} dataset is empty", "check the path and the filter that produce it")
+    return len(dataset)
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """The sampler of the DataLoader: plans from a position on, as many as there are steps left."""
+
+    order: Order
+    start: Position
+    count: int
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        return islice(self.order.steps(self.start), self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@dataclass(frozen=True)
+class _StepReader(Dataset[StepBatch]):
+    """Reads whole steps, so that a worker process does all of one."""
+
+    dataset: Any
+    order: Order
+    collate: Collate
+
+    def __getitem__(self, plan: StepPlan) -> StepBatch:
+        with _kept_random_state():
+            micro_batches = [self._read(plan.epoch, part) for part in plan.micro_batches]
+        return StepBatch(micro_batches, self.order.global_batch, plan.samples, plan.epoch, plan.after)
+
+    def _read(self, epoch: int, part: MicroBatchPlan) -> MicroBatch:
+        samples = []
+        for sample_id in part.ids.tolist():
+            # Augmentation follows the sample, not the worker or the rank that happens to read it.
+            seed_everything(seed_of(self.order.seed, "sample", epoch, sample_id))
+            samples.append(self.dataset[sample_id])
+        return MicroBatch(part.index, part.ids.tolist(), self.collate(samples), part.filler)
+
+
+def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: Reading) -> Iterator[StepBatch]:
+    """The collated samples of the plans, read ahead by worker processes where there are any."""
+    loader = DataLoader(
+        _StepReader(dataset, order, reading.collate),
+        sampler=plans,
+        batch_size=None,
+        collate_fn=_same,
+        num_workers=reading.workers,
+        prefetch_factor=reading.prefetch if reading.workers else None,
+        persistent_workers=reading.persistent and reading.workers > 0,
+        pin_memory=reading.pin,
+    )
+    return iter(loader)
+
+
+@dataclass(frozen=True)
+class _StreamSteps(IterableDataset[StepBatch]):
+    """Steps of a stream. Every rank reads all of it and keeps its own micro-batches: each sample is used once."""
+
+    dataset: Any
+    order: Order
+    start: Position
+    epochs: int | None
+    collate: Collate
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        epoch, skip = self.start.epoch, self.start.consumed
+        while self.epochs is None or epoch < self.epochs:
+            samples = _stream_epoch(self.dataset, self.order.seed, epoch)
+            consumed = sum(1 for _ in islice(samples, skip))
+            while step := list(islice(samples, self.order.global_batch)):
+                ids = np.arange(consumed, consumed + len(step), dtype=np.int64)
+                consumed += len(step)
+                mine = self._take(step, ids)
+                yield StepBatch(mine, self.order.global_batch, len(step), epoch, Position(epoch, consumed))
+            if consumed == 0:
+                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
+            epoch, skip = epoch + 1, 0
+
+    def _take(self, step: list[Any], ids: Ids) -> list[MicroBatch]:
+        order, first = self.order, int(ids[0])
+        plans = deal(ids, order.micro_batch, order.data_rank, order.data_size, order.equal_counts)
+        return [_collated(plan, [step[i - first] for i in plan.ids.tolist()], self.collate) for plan in plans]
+
+
+def _stream_evaluation(dataset: Any, order: Order, collate: Collate) -> Iterator[MicroBatch]:
+    samples = _stream_epoch(dataset, order.seed, 0)
+    count, first = 0, None
+    while step := list(islice(samples, order.micro_batch)):
+        start = count * order.micro_batch
+        plan = MicroBatchPlan(count, np.arange(start, start + len(step), dtype=np.int64))
+        first = first or (plan, step)
+        if count % order.data_size == order.data_rank:
+            yield _collated(plan, step, collate)
+        count += 1
+    if first and order.equal_counts and count % order.data_size and order.data_rank >= count % order.data_size:
+        yield _collated(replace(first[0], filler=True), first[1], collate)
+
+
+def _collated(plan: MicroBatchPlan, samples: list[Any], collate: Collate) -> MicroBatch:
+    return MicroBatch(plan.index, plan.ids.tolist(), collate(samples), plan.filler)
+
+
+def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """One pass over a stream; `set_epoch` is called where the dataset has one.
+
+    The stream draws from a random state of its own, the same on every rank: drawing from the training's would make
+    the ranks disagree about the order.
+    """
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    with _kept_random_state():
+        seed_everything(seed_of(seed, "stream", epoch))
+        iterator = iter(dataset)
+        state = _random_state()
+    while True:
+        with _kept_random_state():
+            _set_random_state(state)
+            try:
+                sample = next(iterator)
+            except StopIteration:
+                return
+            state = _random_state()
+        yield sample
+
+
+def _random_state() -> tuple[Any, Any, Any]:
+    return torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_random_state(state: tuple[Any, Any, Any]) -> None:
+    torch.random.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Reading must leave the training's random streams as they were."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(state)
+
+
+def _same(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,298 @@
+"""One optimizer step under any layout.
+
+    engine.step(batch):
+        forward_backward(micro-batches)      gradients of the loss SUM accumulate, times the constant 1 / global batch
+        exchange(weight, loss, requests)     float64 over all ranks, on the CPU, while a GPU still runs the backward
+        finish the gradient sums             buckets (dp) or reduce-scatter (fsdp), overlapped with the last backward
+        norm, one factor, optimizer          the factor global batch / weight makes it the gradient of the mean loss
+
+The weight W of a step is known only after its last micro-batch, over all ranks. Nowhere else is anything averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from lockstep.data.loader import MicroBatch, StepBatch
+from lockstep.errors import NonFiniteError, UserError
+from lockstep.faults.requests import Requests
+from lockstep.grads import global_norm, local_gradients, scale_and_clip
+from lockstep.layout import Layout
+from lockstep.parallel.apply import ParallelModel
+from lockstep.parallel.statistics import RunningStatistics
+from lockstep.precision import Precision, compute_in
+from lockstep.runtime.comm import Comm
+from lockstep.runtime.seeds import seed_of, seed_torch
+
+LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
+MetricFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on every rank.
+
+    `loss` is the mean over everything that counted in the step, `weight` how much that was. `grad_norm` is the norm
+    before clipping, still on the device. A step in which nothing counted is skipped: the weights stay as they were.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: torch.Tensor
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A sum and a count over a whole dataset."""
+
+    sum: float
+    count: float
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN when nothing counted."""
+        return self.sum / self.count if self.count else math.nan
+
+
+class Engine:
+    """A model, its loss and its optimizer, cut for a layout. `step` is one optimizer step, whatever the layout."""
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        loss: LossFunction,
+        optimizer: OptimizerFactory,
+        *,
+        layout: Layout,
+        comm: Comm,
+        device: torch.device,
+        requests: Requests,
+        seed: int,
+        schedule: Schedule | None = None,
+        clip: float | None = None,
+        precision: Precision = "fp32",
+        loss_reduction: Literal["sum", "mean"] = "sum",
+        observe: Callable[[StepResult, StepBatch], None] | None = None,
+    ) -> None:
+        self.model = parallel.model
+        self.blocks = parallel.blocks
+        self.layout = layout
+        self.device = device
+        self.precision: Precision = precision
+        self.clip = clip
+        self.seed = seed
+        self.steps_done = 0
+        self.steps_skipped = 0
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise UserError("the model has no parameters to train", "check what build_model returns")
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.optimizer = optimizer(named)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._schedule = schedule or (lambda _: 1.0)
+        self._loss = loss
+        self._loss_reduction = loss_reduction
+        self._comm = comm
+        self._requests = requests
+        self._observe = observe
+        self._last_norm: tuple[HostCopy, StepBatch] | None = None
+        self._gradients = parallel.gradients
+        self._shard_group = parallel.shard_group
+        self._statistics = RunningStatistics(self.model, comm)
+        self._coordinate: tuple[int, int] = (0, 0)
+        for number, (_, block) in enumerate(self.blocks):
+            block.register_forward_pre_hook(self._seed_block(number))
+        self.seed_between_steps()
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step (of the first parameter group)."""
+        return self.base_lrs[0] * self._schedule(self.steps_done)
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Do one optimizer step on what `run.loader` yields."""
+        if not isinstance(batch, StepBatch):
+            raise UserError(f"engine.step was given a {type(batch).__name__}", "give it what run.loader(...) yields")
+        lr = self.lr
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * self._schedule(self.steps_done)
+        self.model.train()
+        self._gradients.begin()
+        self._statistics.begin()
+        totals = self.forward_backward(batch.micro_batches, 1.0 / batch.global_batch)
+
+        local_loss, local_weight = totals.read()
+        self.check_last_gradient()
+        bad = float(not math.isfinite(local_loss) or not math.isfinite(local_weight))
+        message = [local_loss, local_weight, bad, float(self._gradients.unused())]
+        sums = self._comm.sum([*message, *self._requests.votes()])
+        loss_sum, weight, bad_ranks, unused = sums[: len(message)]
+        self._requests.agree(sums[len(message) :])
+        if bad_ranks:
+            self._raise_non_finite("loss", self.steps_done + 1, bool(bad), batch)
+
+        self._gradients.finish(bool(unused))
+        self._statistics.combine()
+        norm = torch.zeros((), device=self.device)
+        if weight > 0:
+            grads = local_gradients(self.parameters)
+            norm = global_norm(grads, self._shard_group)
+            norm = scale_and_clip(grads, norm, batch.global_batch / weight, self.clip)
+            self._last_norm = HostCopy(norm), batch
+            if self.device.type == "cpu":
+                self.check_last_gradient()
+            self.optimizer.step()
+        else:
+            self.steps_skipped += 1
+        self.steps_done += 1
+        self.seed_between_steps()
+        result = StepResult(
+            step=self.steps_done,
+            loss=loss_sum / weight if weight > 0 else math.nan,
+            weight=weight,
+            grad_norm=norm,
+            lr=lr,
+            skipped=weight <= 0,
+        )
+        if self._observe:
+            self._observe(result, batch)
+        return result
+
+    def check_last_gradient(self) -> None:
+        """Stop if the last gradient norm is not finite.
+
+        On the CPU that is asked before the optimizer runs. On a GPU it is asked one step later, and before anything is
+        saved, because asking at once would let the GPU run dry in every step.
+        """
+        if self._last_norm is None:
+            return
+        copy, batch = self._last_norm
+        self._last_norm = None
+        if not math.isfinite(copy.read()[0]):
+            step = self.steps_done + (self.device.type == "cpu")
+            self._raise_non_finite("gradient", step, True, batch)
+
+    def forward_backward(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
+        """Accumulate the gradients of `scale` times the loss sum; returns this rank's loss sum and weight.
+
+        The two are sent to the host behind the last forward, so that they arrive while the backward still runs.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        on_host = HostCopy(totals)
+        for number, micro_batch in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            if micro_batch.filler:
+                self.model.eval()  # leaves running statistics alone; what it computes counts nothing
+            loss_sum, weight = self.forward(micro_batch)
+            if not micro_batch.filler:
+                totals[0] += loss_sum.detach()
+                totals[1] += weight
+            if last:
+                on_host = HostCopy(totals)
+                self._gradients.last_backward()
+            if loss_sum.requires_grad:
+                (loss_sum * (0.0 if micro_batch.filler else scale)).backward()
+        return on_host
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Any, metrics: Mapping[str, MetricFunction] | None = None) -> dict[str, Metric]:
+        """Loss and metrics over a dataset's micro-batches: every sample counted once, summed in float64."""
+        functions: dict[str, MetricFunction] = {"loss": self._summed_loss, **(metrics or {})}
+        sums = {name: torch.zeros(2, dtype=torch.float64, device=self.device) for name in functions}
+        self.model.eval()
+        for micro_batch in micro_batches:
+            data = to_device(micro_batch.data, self.device)
+            with compute_in(self.precision, self.device):
+                for name, function in functions.items():
+                    pair = function(self.model, data)
+                    if not micro_batch.filler:
+                        sums[name] += torch.stack([torch.as_tensor(part, device=self.device).double() for part in pair])
+        self.model.train()
+        flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
+        return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
+
+    def seed_between_steps(self) -> None:
+        """Code between two steps draws the same numbers on every rank and after a restart."""
+        seed_torch(seed_of(self.seed, "between", self.steps_done))
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, int | float | torch.Tensor]:
+        """Loss sum and weight of one micro-batch, under the random stream of its logical coordinate."""
+        data = to_device(micro_batch.data, self.device)
+        self._coordinate = (self.steps_done, micro_batch.index)
+        seed_torch(seed_of(self.seed, "forward", *self._coordinate))
+        with compute_in(self.precision, self.device):
+            return self._summed_loss(self.model, data)
+
+    def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
+        returned = self._loss(model, data)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise UserError(
+                f"the loss function returned {type(returned).__name__}",
+                "return (sum of the losses, how many of them count), see lockstep.init's example",
+            )
+        value, weight = returned
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise UserError("the loss function returned a loss that is not one number", 'use reduction="sum"')
+        if self._loss_reduction == "sum":
+            return value.float().reshape(()), weight
+        # A mean over nothing is NaN, and its gradient too: such a micro-batch is left out, not multiplied by zero.
+        if float(weight) > 0:
+            return value.float().reshape(()) * weight, weight
+        if self._shard_group is not None:
+            raise UserError(
+                "a micro-batch of weight 0 has no mean loss, and a sharded layout cannot leave it out",
+                'return the sum (reduction="sum") and drop loss_reduction="mean"',
+            )
+        return torch.zeros((), device=self.device), 0
+
+    def _seed_block(self, number: int) -> Callable[[nn.Module, Any], None]:
+        def seed(module: nn.Module, _: Any) -> None:
+            if module.training:
+                seed_torch(seed_of(self.seed, "block", *self._coordinate, number))
+
+        return seed
+
+    def _raise_non_finite(self, what: str, step: int, mine: bool, batch: StepBatch) -> None:
+        """Stop on all ranks, naming the first rank that saw it and the samples it had."""
+        ids = [i for micro_batch in batch.micro_batches if not micro_batch.filler for i in micro_batch.ids]
+        reports = self._comm.gather(ids if mine else None)
+        rank = next(rank for rank, report in enumerate(reports) if report is not None)
+        raise NonFiniteError(what, step, rank, reports[rank])
+
+
+class HostCopy:
+    """A small tensor on its way to the host, behind the kernels launched so far and not behind later ones."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor.detach()
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """The numbers, as soon as they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._host.flatten().tolist()]
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch, whatever its structure."""
+    if device.type == "cpu":
+        return data
+    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, data)

@@ -1,0 +1,255 @@
+"""The event log of a run: everything observable is one JSON object a line in `events.jsonl`.
+
+Rank 0 writes it with `EventLog`; the progress bar, TensorBoard, the live page and tests only read it, from
+the file (`read_events`, `follow_events`) or as a `Reader` of the log. docs/events.md explains every field.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Protocol, TypeAlias, get_args
+
+from lockstep.errors import UserError, unknown
+
+Event: TypeAlias = dict[str, Any]
+
+# A field is of a type, of one of several types, or an object with fields of its own.
+Shape: TypeAlias = "type | UnionType | Mapping[str, Shape]"
+
+NUMBER = int | float
+NUMBER_OR_NULL = int | float | None
+METRICS: Shape = {"*": {"sum": NUMBER, "count": NUMBER, "value": NUMBER}}
+
+COMMON: Mapping[str, Shape] = {"time": NUMBER, "kind": str, "attempt": int}
+
+SCHEMA: Mapping[str, Mapping[str, Shape]] = {
+    # Every named field is always there. "*" stands for any further name.
+    "start": {
+        "run": str,
+        "layout": str,
+        "world_size": int,
+        "nodes": int,
+        "device": str,
+        "precision": str,
+        "resumed_from_step": int | None,
+        "total_steps": int | None,
+        "steps_per_epoch": int | None,
+        "global_batch": int,
+        "micro_batch": int,
+        "item": str,
+        "versions": {"lockstep": str, "torch": str, "python": str},
+        "parameters": int,
+        "host": str,
+    },
+    "status": {"text": str},
+    "step": {
+        "step": int,
+        "epoch": NUMBER,
+        "loss": NUMBER,
+        "grad_norm": NUMBER,
+        "lr": NUMBER,
+        "weight": NUMBER,
+        "items": int,
+        "seconds": NUMBER,
+        "skipped": bool,
+    },
+    "validation": {
+        "step": int,
+        "epoch": NUMBER,
+        "loss": NUMBER,
+        "metrics": METRICS,
+        "samples": int,
+        "seconds": NUMBER,
+        "best": bool,
+    },
+    "checkpoint": {"step": int, "path": str, "seconds": NUMBER, "bytes": int, "best": bool},
+    "metric": {"step": int, "values": {"*": NUMBER}},
+    "baseline": {"name": str, "loss": NUMBER},
+    "sample": {"step": int, "prompt": str, "text": str},
+    "message": {"text": str, "level": str},
+    "stop": {"reason": str, "step": int, "text": str},
+    "end": {
+        "step": int,
+        "loss": NUMBER,
+        "best_loss": NUMBER_OR_NULL,
+        "best_step": int | None,
+        "metrics": METRICS,
+        "seconds": NUMBER,
+    },
+    "config": {"*": str | int | float | bool | None},
+}
+
+CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("start", "item"): ("tokens", "samples"),
+    ("message", "level"): ("info", "warning"),
+    ("stop", "reason"): ("interrupted", "terminated", "failed"),
+}
+
+
+class Reader(Protocol):
+    """Whatever wants to see a run's events as they happen."""
+
+    def handle(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def validate(event: Event) -> None:
+    """Refuse an event outside the schema, naming the field that is missing, unknown or of the wrong type."""
+    kind = event.get("kind")
+    if not isinstance(kind, str) or kind not in SCHEMA:
+        raise unknown("event kind", str(kind), SCHEMA)
+    _check(event, {**COMMON, **SCHEMA[kind]}, kind, "")
+    for (choice_kind, field), options in CHOICES.items():
+        if kind == choice_kind and event[field] not in options:
+            raise unknown(f"{field} of the {kind} event", event[field], options)
+
+
+def _check(value: object, shape: Shape, kind: str, field: str) -> None:
+    types = (dict,) if isinstance(shape, Mapping) else get_args(shape) or (shape,)
+    # To Python True is an int; to other readers of the file it is not a number.
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        wanted = " or ".join("null" if one is NoneType else one.__name__ for one in types)
+        cause = f"the field {field!r} of the {kind} event is of type {type(value).__name__}"
+        raise UserError(cause, f"make it {wanted}")
+    if not isinstance(shape, Mapping) or not isinstance(value, dict):
+        return
+    prefix = field + "." if field else ""
+    for name in shape:
+        if name != "*" and name not in value:
+            raise UserError(f"the {kind} event has no field {prefix + name!r}", "add it: it is always there")
+    for name, item in value.items():
+        if name not in shape and "*" not in shape:
+            raise unknown(f"field of the {kind} event", prefix + str(name), [prefix + known for known in shape])
+        _check(item, shape[name] if name in shape else shape["*"], kind, prefix + str(name))
+
+
+class EventLog:
+    """The one writer of a run's `events.jsonl`; hands each event on to `readers` once it is in the file."""
+
+    def __init__(self, path: Path, attempt: int, readers: Sequence[Reader] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._attempt = attempt
+        self._readers = tuple(readers)
+        # Watchdog threads emit too, and a reader may itself emit a message while it handles an event.
+        self._lock = threading.RLock()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._open = ExitStack()
+        self._open.callback(os.close, self._descriptor)
+        for reader in self._readers:
+            self._open.callback(reader.close)
+        _cut_torn_line(self._descriptor)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Append one event and show it to every reader."""
+        event: Event = {"time": round(time.time(), 6), "kind": kind, "attempt": self._attempt, **fields}
+        validate(event)
+        line = json.dumps(_without_non_finite(event), allow_nan=False).encode() + b"\n"
+        with self._lock:
+            if os.write(self._descriptor, line) != len(line):
+                _cut_torn_line(self._descriptor)
+                raise OSError(errno.ENOSPC, "no room for the event log: free some disk space")
+            for reader in self._readers:
+                reader.handle(event)
+
+    def close(self) -> None:
+        """Close every reader, then the file. A second call does nothing."""
+        with self._lock:
+            self._descriptor = -1
+            self._open.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a log so far, oldest first. A last line that a crash tore is left out."""
+    try:
+        for number, line in enumerate(_complete_lines(path, 0), start=1):
+            yield _parse(line, path, number)
+    except FileNotFoundError:
+        raise UserError(f"there is no event log at {path}", "name the folder of a run that has started") from None
+
+
+def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
+    """The events of a log from its first one, as they are written; the file may not exist yet.
+
+    Ends once `stopped()` is true and everything written before that was given.
+    """
+    offset = number = 0
+    while True:
+        last_round = stopped()  # asked before reading, so that nothing written before the stop is missed
+        try:
+            for line in _complete_lines(path, offset):
+                offset += len(line)
+                number += 1
+                yield _parse(line, path, number)
+        except FileNotFoundError:
+            pass
+        if last_round:
+            return
+        time.sleep(0.1)
+
+
+def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:
+    # Opened anew for each look: network file systems show what other hosts wrote only from open to open.
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
+def _parse(line: bytes, path: Path, number: int) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or not COMMON.keys() <= event.keys():
+        raise UserError(
+            f"line {number} of {path} is not an event",
+            "the file was damaged after it was written; restore it, or delete that line to read the rest",
+        )
+    return {name: _with_non_finite(value, SCHEMA.get(event["kind"], {}).get(name)) for name, value in event.items()}
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """Drop what a crash left after the last newline.
+
+    Cut rather than ended with a newline, so that every line with a newline is a whole event and readers need
+    no rule for half ones. No reader has ever seen it as an event.
+    """
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - 65536)
+        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
+def _without_non_finite(value: Any) -> Any:
+    """JSON has no NaN: write the strings that both Python's float() and JavaScript's Number() read back."""
+    if isinstance(value, dict):
+        return {name: _without_non_finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _with_non_finite(value: Any, shape: Shape | None) -> Any:
+    if isinstance(shape, Mapping) and isinstance(value, dict):
+        return {name: _with_non_finite(item, shape.get(name, shape.get("*"))) for name, item in value.items()}
+    if shape in (NUMBER, NUMBER_OR_NULL) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return value

@@ -1,0 +1,151 @@
+"""The run folder: which one a command uses, and what of it is there already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config import Config, LaunchConfig, flatten, read_toml, to_toml
+from lockstep.errors import UserError
+from lockstep.events import read_events
+
+CONFIG = "config.toml"
+EVENTS = "events.jsonl"
+
+FREE_TO_CHANGE = {
+    *("name", "layout", "nproc", "device", "backend", "share_gpu", "timeout_minutes"),
+    *("steps", "epochs", "validate_every", "save_every", "keep", "micro_batch"),
+    *("data.workers", "data.prefetch", "data.persistent"),
+}
+"""Keys a continued run may change: the numbers do not depend on them, or they say how far to go."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder and which start of the run this is."""
+
+    path: Path
+    attempt: int
+
+    @property
+    def continues(self) -> bool:
+        """Whether an unfinished run goes on here."""
+        return self.attempt > 1
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self.path / EVENTS
+
+    def log(self, host: str, rank: int) -> Path:
+        """The file a rank's output goes to."""
+        return self.path / "logs" / f"{host}.{rank}.log"
+
+    def announce(self) -> str:
+        """The first line a command prints: whether a run begins or goes on."""
+        return f"{'continuing the unfinished' if self.continues else 'new'} run {self.path}"
+
+
+def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", runs: Path = Path("runs")) -> RunFolder:
+    """The folder of a run: an unfinished run goes on, a finished one stays and the new one takes the next number.
+
+    Nothing is written. A folder that is not a run's, or cannot be read, is refused.
+    """
+    if run_dir is not None:
+        found = _look(run_dir)
+        if found == "finished":
+            raise UserError(f"{run_dir} holds a finished run", "give another --run-dir")
+        if found == "unfinished" and resume == "never":
+            raise UserError(f"{run_dir} holds an unfinished run", "give another --run-dir, or drop --resume never")
+        return RunFolder(run_dir, _attempts(run_dir) + 1 if found == "unfinished" else 1)
+    if not name or name != Path(name).name or name.startswith("."):
+        raise UserError(f"{name!r} is not a run name", "use letters, digits and dashes; --run-dir takes a path")
+    free, last = runs / name, None
+    for path in _numbered(runs / name):
+        if _look(path) == "free":
+            free = path
+            break
+        last = path
+    if last is not None and resume != "never" and _look(last) == "unfinished":
+        return RunFolder(last, _attempts(last) + 1)
+    return RunFolder(free, 1)
+
+
+def create_folder(folder: RunFolder, config: LaunchConfig) -> None:
+    """Make the folder and write its config; a disk that cannot be written to is refused."""
+    made = next((path for path in (folder.path, *folder.path.parents) if path.exists()), Path("."))
+    try:
+        (folder.path / "logs").mkdir(parents=True, exist_ok=True)
+        write_config(folder.path, config)
+    except OSError as error:
+        _remove_empty(folder.path, made)
+        raise UserError(
+            f"cannot write to {folder.path}",
+            f"{(error.strerror or str(error)).lower()}; give another --run-dir",
+        ) from None
+
+
+def write_config(folder: Path, config: LaunchConfig) -> None:
+    """Store the resolved config in a run folder, all of it or nothing."""
+    temporary = folder / f".{CONFIG}.{os.getpid()}"
+    temporary.write_text(to_toml(config), encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+
+
+def check_same_training(folder: RunFolder, config: Config) -> None:
+    """Refuse to go on with a run under a config that would give other numbers."""
+    stored = dict(flatten(read_toml(folder.path / CONFIG)))
+    for key, value in flatten(config.model_dump(mode="json")):
+        if key not in FREE_TO_CHANGE and stored.get(key) != value:
+            raise UserError(
+                f"{folder.path} is an unfinished run with {key} = {stored.get(key)!r}, now it is {value!r}",
+                "use the old value, or --name for a new run, or --resume never",
+            )
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for number in range(2, 100_000):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _look(path: Path) -> str:
+    """What is at a path: "free", an "unfinished" or a "finished" run; anything else is refused."""
+    try:
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return "free"
+        if not path.is_dir():
+            raise UserError(f"{path} is a file", "a run needs a folder: give another name or --run-dir")
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} is not a run folder (it has no {CONFIG})", "give another name or --run-dir")
+        (path / CONFIG).read_bytes()
+        return "finished" if _last_kind(path / EVENTS) == "end" else "unfinished"
+    except OSError as error:
+        raise UserError(f"cannot read the run folder {path}", (error.strerror or str(error)).lower()) from None
+
+
+def _last_kind(events: Path) -> str | None:
+    kind = None
+    if events.exists():
+        for event in read_events(events):
+            kind = event["kind"]
+    return kind
+
+
+def _attempts(path: Path) -> int:
+    events = path / EVENTS
+    return max([1, *(event["attempt"] for event in read_events(events))]) if events.exists() else 1
+
+
+def _remove_empty(path: Path, until: Path) -> None:
+    """Take back the folders that a failed creation made."""
+    while path != until and until in path.parents:
+        try:
+            for leftover in (path / "logs", path):
+                if leftover.exists():
+                    leftover.rmdir()
+        except OSError:
+            return
+        path = path.parent

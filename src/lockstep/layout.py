@@ -1,0 +1,145 @@
+"""The parallel layout of a run: named mesh axes and their sizes, written as text such as `dp=2,fsdp=4`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from lockstep.errors import UserError, unknown
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""Mesh axes, outermost first: the talkative ones (tp, then cp) stay inside a node."""
+
+AXIS_MEANING = {
+    "pp": "pipeline stages",
+    "dp": "replicas of the model",
+    "fsdp": "shards of the parameters, gradients and optimizer state",
+    "cp": "parts of each sequence",
+    "tp": "parts of each matrix",
+}
+
+AVAILABLE_AXES = ("dp", "fsdp")
+"""The axes the parity tests cover; any other of a size above 1 is refused."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes. `auto` names the axis that still has to take what is left of the world size."""
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    auto: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read `dp=2,fsdp=4`, `dp=auto` or `single`; every mistake is a UserError."""
+        if text.strip() == "single":
+            return Layout()
+        sizes: dict[str, int] = {}
+        auto: str | None = None
+        for part in text.split(","):
+            axis, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals:
+                raise UserError(
+                    f"cannot read {part.strip()!r} in layout {text!r}", "write axis=size, as in dp=2,fsdp=4"
+                )
+            if axis not in AXES:
+                raise unknown(f"axis in layout {text!r}:", axis, AXES)
+            if axis in sizes or axis == auto:
+                raise UserError(f"layout {text!r} names {axis} twice", f"give {axis} one size")
+            if size == "auto":
+                if auto:
+                    raise UserError(f"layout {text!r} has two auto axes", "only one axis can take what is left")
+                auto = axis
+            elif size.isascii() and size.isdigit() and int(size) > 0:
+                sizes[axis] = int(size)
+            else:
+                raise UserError(
+                    f"{axis}={size} in layout {text!r} is not a size",
+                    "sizes are whole numbers from 1, or auto",
+                )
+        return Layout(**sizes, auto=auto)
+
+    def resolve(self, world_size: int) -> Layout:
+        """The layout with its auto axis filled in, checked against the world size and what is available."""
+        for axis in AXES:
+            if axis not in AVAILABLE_AXES and (self.size(axis) > 1 or self.auto == axis):
+                raise UserError(
+                    f"axis {axis} ({AXIS_MEANING[axis]}) is not available in this version",
+                    f"use {' and '.join(AVAILABLE_AXES)}, for example {_closest_layouts(self, world_size)[0]}",
+                )
+        layout = self
+        if self.auto and world_size % self.world_size == 0:
+            layout = replace(self, **{self.auto: world_size // self.world_size}, auto=None)
+        if layout.auto or layout.world_size != world_size:
+            raise UserError(
+                f"layout {self} needs {self._arithmetic()} processes but there {_are(world_size)}",
+                f"use --nproc {self.world_size}{' or a multiple of it' if self.auto else ''}, "
+                f"or layout {' or '.join(map(str, _closest_layouts(self, world_size)))}",
+            )
+        return layout
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along one axis."""
+        value = getattr(self, axis)
+        assert isinstance(value, int)
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the layout takes (an auto axis counts as 1)."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def data_size(self) -> int:
+        """Over how many ranks the samples of a step are spread."""
+        return self.dp * self.fsdp
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank sits on the mesh: axis -> index."""
+        position: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, self.size(axis))
+        return {axis: position[axis] for axis in AXES}
+
+    def data_rank(self, rank: int) -> int:
+        """The index of a rank among those that read different samples."""
+        at = self.coordinate(rank)
+        return at["dp"] * self.fsdp + at["fsdp"]
+
+    def explain(self) -> str:
+        """One line for people: what each axis does here."""
+        named = [f"{axis}={self.size(axis)} {AXIS_MEANING[axis]}" for axis in AXES if self.size(axis) > 1]
+        return "; ".join(named) if named else "one process, nothing is cut"
+
+    def _arithmetic(self) -> str:
+        named = [self.size(field.name) for field in fields(self) if field.name != "auto" and self.size(field.name) > 1]
+        product = " x ".join(map(str, named)) or "1"
+        if self.auto:
+            return f"a multiple of {product}"
+        return product if len(named) < 2 else f"{product} = {self.world_size}"
+
+    def __str__(self) -> str:
+        parts = [
+            f"{axis}={'auto' if axis == self.auto else self.size(axis)}"
+            for axis in AXES
+            if axis == self.auto or self.size(axis) > 1
+        ]
+        return ",".join(parts) or "single"
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def _closest_layouts(wanted: Layout, world_size: int) -> list[Layout]:
+    """Up to three layouts that fit the world size, those most like the wanted one first."""
+    fitting = [Layout(dp=dp, fsdp=world_size // dp) for dp in range(1, world_size + 1) if world_size % dp == 0]
+
+    def distance(layout: Layout) -> float:
+        return sum(abs(math.log(layout.size(axis) / wanted.size(axis))) for axis in AVAILABLE_AXES)
+
+    return sorted(fitting, key=lambda layout: (distance(layout), layout.fsdp))[:3]

@@ -1,0 +1,62 @@
+"""Optimizers and learning-rate schedules by the names a config uses."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.config import OptimizerConfig, ScheduleConfig
+from lockstep.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from lockstep.engine import OptimizerFactory, Schedule
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
+    """A function from named parameters to the optimizer; wrong names and arguments are refused at once."""
+    optimizer = _find(config.name)
+    # TOML knows lists only, and some optimizers insist on tuples.
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in config.args.items()}
+    try:
+        optimizer([torch.nn.Parameter(torch.zeros(1))], lr=config.lr, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer {config.name} does not take optimizer.args {config.args}", str(error)) from None
+    return lambda parameters: optimizer(parameters, lr=config.lr, **arguments)
+
+
+def schedule_function(config: ScheduleConfig, total_steps: int | None) -> Schedule:
+    """The factor on the learning rate as a function of the steps done: nothing to save, nothing to restore."""
+    if config.name != "constant" and total_steps is None:
+        raise UserError(
+            f"schedule {config.name} needs to know the number of steps, and a stream has no length",
+            "give steps, or use the constant schedule",
+        )
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        if config.name == "constant":
+            return 1.0
+        assert total_steps is not None
+        done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+        shape = 1.0 - done if config.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return config.final + (1.0 - config.final) * shape
+
+    return factor
+
+
+def _find(name: str) -> Any:
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    if ":" not in name and "." not in name:
+        raise unknown("optimizer", name, [*OPTIMIZERS, "package.module:Class"])
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"cannot import the optimizer {name}", f"write package.module:Class ({error})") from None

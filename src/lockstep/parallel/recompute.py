@@ -1,0 +1,25 @@
+"""Activation recompute: a block's activations are dropped after the forward and computed again in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute(block: nn.Module) -> None:
+    """Make a block recompute itself.
+
+    Only `forward` is replaced: names stay, and hooks of the block (its random stream, its unsharding) run outside the
+    recomputed region. A reseeding hook inside it would read the key of another micro-batch.
+    """
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    block.forward = recomputed

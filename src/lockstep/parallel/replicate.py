@@ -1,0 +1,115 @@
+"""Data parallelism by replication: gradients summed over the replicas in fixed buckets, as they fill.
+
+torch's DDP averages, wraps the module under another name and rebuilds its buckets after the first backward, which
+changes the order of summation and with it the bits of a resumed run. This is the part of it we need, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
+BUCKET_BYTES = 25 << 20
+
+
+class GradientBuckets:
+    """The gradients of a replicated model, kept as views into flat buffers that are summed over `group`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets: list[_Bucket] = []
+        self._used: set[nn.Parameter] = set()
+        self._summing = False
+        self._next = 0
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = trainable
+        for members in _fill(trainable):
+            bucket = _Bucket(members)
+            self._buckets.append(bucket)
+            for parameter in members:
+                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))
+
+    def begin(self) -> None:
+        """Start a step: all gradients zero."""
+        self._used.clear()
+        self._summing = False
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def last_backward(self) -> None:
+        """The next backward pass is the step's last one here: sum each bucket as soon as it is complete."""
+        self._summing = True
+
+    def unused(self) -> int:
+        """How many parameters got no gradient on this rank in this step."""
+        return len(self._parameters) - len(self._used)
+
+    def finish(self, somebody_has_unused: bool) -> None:
+        """Wait until all gradients are sums over the replicas."""
+        while self._next < len(self._buckets):
+            self._start_sum()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        if somebody_has_unused:
+            self._drop_unused_gradients()
+
+    def _arrived(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+        self._used.add(parameter)
+        if not self._summing:
+            return
+        bucket.missing -= 1
+        # Every rank has to start the sums in one order, whatever order its gradients come in.
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._start_sum()
+
+    def _start_sum(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        self._next += 1
+
+    def _drop_unused_gradients(self) -> None:
+        """A parameter used on no rank has no gradient, as in one process: the optimizer must leave it alone."""
+        used = torch.tensor([parameter in self._used for parameter in self._parameters], dtype=torch.uint8)
+        used = used.to(self._buckets[0].flat.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        for parameter, is_used in zip(self._parameters, used.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+
+class _Bucket:
+    def __init__(self, members: list[nn.Parameter]) -> None:
+        self.members = members
+        self.flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
+        self.views = [
+            view.view_as(p) for p, view in zip(members, self.flat.split([p.numel() for p in members]), strict=True)
+        ]
+        self.missing = len(members)
+        self.work: dist.Work | None = None
+
+    def reset(self) -> None:
+        self.flat.zero_()
+        self.missing = len(self.members)
+        self.work = None
+        for parameter, view in zip(self.members, self.views, strict=True):
+            parameter.grad = view
+
+
+def _fill(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by bucket, in the order their gradients usually come: last layer first."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        limit = FIRST_BUCKET_BYTES if len(buckets) <= 1 else BUCKET_BYTES
+        if not buckets or size >= limit or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets

@@ -1,0 +1,1 @@
+"""The trainings that ship with Lockstep, each readable in one sitting."""

@@ -1,0 +1,33 @@
+"""What a recipe hands to the trainer: a model, a loss, data, and what to say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training problem, written for a single device."""
+
+    build_model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], tuple[Tensor, int | Tensor]]
+    """(model, batch) -> the SUM of the loss, and how many items it sums over."""
+    train: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    metrics: Mapping[str, Callable[[nn.Module, Any], tuple[Tensor | float, int]]] = field(default_factory=dict)
+    """By name: (model, batch) -> a sum and its count, which validation shows as their ratio."""
+    item: str = "samples"
+    """What throughput counts: "tokens" or "samples"."""
+    items_per_sample: int = 1
+    baseline: tuple[str, float] | None = None
+    """What a trivial model scores on the validation loss: (its name, its loss)."""
+    showcase: Callable[[nn.Module], tuple[str, str]] | None = None
+    """(model) -> a prompt and what the trained model makes of it.
+
+    All ranks call it together. It draws from a generator of its own, so that all do the same forwards.
+    """

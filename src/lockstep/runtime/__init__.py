@@ -1,0 +1,1 @@
+"""Where am I: ranks, device, mesh, seeds and output of this process."""

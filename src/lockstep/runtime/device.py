@@ -1,0 +1,47 @@
+"""Which device a rank computes on, and how many there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.runtime.place import Place
+
+GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def visible_gpus() -> int:
+    """The GPUs this process may use. Without a GPU driver torch is not even imported."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path(file).exists() for file in GPU_DRIVER_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose_device(place: Place, wanted: Literal["auto", "cpu", "cuda"], share_gpu: bool) -> torch.device:
+    """The device of this rank: its own GPU, a shared one, or the CPU."""
+    import torch
+
+    gpus = visible_gpus() if wanted != "cpu" else 0
+    if wanted == "cuda" and gpus == 0:
+        raise UserError(
+            "device cuda was asked for but no GPU is visible",
+            "use --device cpu, or check CUDA_VISIBLE_DEVICES",
+        )
+    if gpus == 0:
+        return torch.device("cpu")
+    if gpus == 1 and place.local_world_size > 1 and place.launcher == "slurm" and not share_gpu:
+        return torch.device("cuda", 0)  # srun bound one GPU to each task: every task sees its own as number 0
+    if place.local_world_size > gpus and not share_gpu:
+        raise UserError(
+            f"{place.local_world_size} processes on this node but {gpus} visible GPU{'s' if gpus > 1 else ''}",
+            f"use --nproc {gpus}, or --share-gpu to let ranks share them over gloo, or --device cpu",
+        )
+    return torch.device("cuda", place.local_rank % gpus)

@@ -1,0 +1,31 @@
+"""Random streams that belong to logical coordinates, never to ranks.
+
+Every draw of a run follows from `seed_of(run seed, what, step, micro-batch, ...)`, so that it is the same on any layout
+and after any restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+
+def seed_of(*coordinates: int | str) -> int:
+    """A 63-bit seed for one logical coordinate; different coordinates give unrelated seeds."""
+    digest = hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the stream that dropout and initialisation draw from, on the CPU and on every CUDA device."""
+    torch.manual_seed(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and `random`: for code of the user's that may draw from any of them."""
+    seed_torch(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

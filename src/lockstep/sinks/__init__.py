@@ -1,0 +1,1 @@
+"""Readers of the event log: the console and TensorBoard."""

@@ -1,0 +1,285 @@
+"""A run as a person sees it: lasting lines for what happened, one live line for what is happening."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import textwrap
+from dataclasses import dataclass
+
+from rich.console import Console as Terminal
+from rich.console import RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.events import Event
+
+BAR_WIDTH = 24
+SECONDS_BETWEEN_PLAIN_STEPS = 10.0
+PLAIN_STEPS_IN_A_RUN = 20
+
+
+class Console:
+    """Shows a run's events on `terminal`: a live bar for a person, plain lines in a pipe or a file."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._live: Live | None = None
+        self._spinner = Spinner("dots" if terminal.encoding.startswith("utf") else "line")
+        self._baseline: tuple[str, float] | None = None
+        self._validation_loss: float | None = None
+        self._status = ""
+        # What follows belongs to one attempt and begins anew with each start event.
+        self._start: Event | None = None
+        self._step: Event | None = None
+        self._pace = Pace()
+        self._logged: dict[str, float] = {}
+        self._plain_due_step = self._plain_due_time = 0.0
+
+    def handle(self, event: Event) -> None:
+        """Show one event. Kinds this version does not know are passed over."""
+        match event["kind"]:
+            case "start":
+                self._start, self._step, self._pace, self._logged = event, None, Pace(), {}
+                self._plain_due_step = self._plain_due_time = 0.0
+                self._line(_start_text(event), "bold")
+                self._show_live()
+            case "status":
+                self._show_status(event["text"])
+            case "step":
+                self._show_step(event)
+            case "metric":
+                # Replaced, never changed in place: the live display reads it from its own thread.
+                self._logged = {**self._logged, **event["values"]}
+            case "validation":
+                self._pause(event["seconds"])
+                self._validation_loss = event["loss"]
+                parts = [f"step {event['step']}", f"validation loss {_number(event['loss'])}"]
+                parts += _metric_texts(event["metrics"]) + ["best so far"] * event["best"]
+                self._line(" | ".join(parts), "green" if event["best"] else "")
+            case "checkpoint":
+                self._pause(event["seconds"])
+                size = f"{_compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
+                best = " | best so far" if event["best"] else ""
+                self._line(f"step {event['step']} | saved {event['path']} ({size}){best}", "dim")
+            case "baseline":
+                self._baseline = (event["name"], event["loss"])
+                self._line(f"{event['name']} baseline: loss {_number(event['loss'])}")
+            case "sample":
+                self._line(f"step {event['step']} | sample:", "dim")
+                self._line(textwrap.indent(event["prompt"] + event["text"], "  "))
+            case "message" if event["level"] == "warning":
+                self._line(f"warning: {event['text']}", "yellow")
+            case "message":
+                self._line(event["text"])
+            case "config":
+                names = [name for name in event if name not in ("time", "kind", "attempt")]
+                self._line("chosen: " + ", ".join(f"{name} = {event[name]}" for name in names))
+            case "stop":
+                self.close()
+                style = "bold red" if event["reason"] == "failed" else "bold yellow"
+                self._line(f"{event['reason']} at step {event['step']}: {event['text']}", style)
+            case "end":
+                self.close()
+                self._line(_end_text(event, self._validation_loss, self._baseline), "bold")
+
+    def print_line(self, text: str) -> None:
+        """Print a line of the script's own output above the bar, as it is."""
+        if self._live is None:
+            print(self._encodable(text), file=self._terminal.file, flush=True)
+        else:
+            # Colours stay, but escape codes that move the cursor would tear the bar.
+            self._terminal.print(Text.from_ansi(self._encodable(text)), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the live bar away and give the cursor back. Later events are still shown."""
+        atexit.unregister(self.close)
+        live, self._live, self._status = self._live, None, ""
+        if live is not None:
+            live.stop()
+
+    def _line(self, text: str, style: str = "") -> None:
+        # A model's sample may well hold escape codes.
+        lines = ("".join(char if char.isprintable() else " " for char in line) for line in text.splitlines())
+        shown = Text(self._encodable("\n".join(lines)), style)
+        # A terminal gets lines broken between words; a file gets them whole, for grep.
+        self._terminal.print(shown, soft_wrap=not self._terminal.is_interactive)
+
+    def _encodable(self, text: str) -> str:
+        # What a worker or a model writes may not exist in the terminal's encoding: better a "?" than a crash.
+        return text.encode(self._terminal.encoding, "replace").decode(self._terminal.encoding)
+
+    def _show_live(self) -> None:
+        if self._live is None and self._terminal.is_interactive:
+            # Neither stream is redirected: with --json the result goes to stdout and this display to stderr.
+            self._live = Live(
+                console=self._terminal,
+                get_renderable=self._render,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            # An exception nobody catches would otherwise leave the user's terminal without a cursor.
+            atexit.register(self.close)
+            self._live.start()
+
+    def _show_status(self, text: str) -> None:
+        news = text != self._status
+        self._status = text
+        self._show_live()
+        if self._live is None and news and self._step is None:
+            self._line(text)
+
+    def _pause(self, seconds: float) -> None:
+        self._status = ""
+        self._pace.pause_seconds += seconds
+
+    def _show_step(self, event: Event) -> None:
+        self._status = ""
+        self._step = event
+        self._pace.add(event)
+        self._show_live()
+        total = self._total_steps()
+        due = event["step"] >= self._plain_due_step or event["time"] >= self._plain_due_time
+        if self._live is None and (due or event["step"] == total):
+            every = math.ceil(total / PLAIN_STEPS_IN_A_RUN) if total else math.inf
+            self._plain_due_step = (event["step"] // every + 1) * every
+            self._plain_due_time = event["time"] + SECONDS_BETWEEN_PLAIN_STEPS
+            self._line(" | ".join([_progress_text(event, total), *self._detail_texts(event)]))
+
+    def _total_steps(self) -> int | None:
+        return self._start["total_steps"] if self._start else None
+
+    def _detail_texts(self, step: Event) -> list[str]:
+        """What there is to say about the latest step, the most wanted first."""
+        texts = ["skipped" if step["skipped"] else f"loss {_number(step['loss'])}"]
+        if self._pace.recent_seconds > 0:
+            rate = self._pace.recent_items / self._pace.recent_seconds
+            texts.append(f"{_compact(rate)} {self._start['item'] if self._start else 'items'}/s")
+        total = self._total_steps()
+        if total and total > step["step"]:
+            texts.append(f"{_clock(self._pace.seconds_for(total - step['step']))} left")
+        texts.append(f"epoch {step['epoch']:.2f}")
+        # The loss stands there already, and scripts like to log it.
+        texts += [f"{name} {value:.4g}" for name, value in self._logged.items() if name != "loss"]
+        return texts
+
+    def _render(self) -> RenderableType:
+        """The live line: a spinner with the status while there is no step yet, then the bar."""
+        line = Table.grid(padding=(0, 1))
+        step, total, status = self._step, self._total_steps(), self._status
+        if step is None:
+            text = Text(status or "waiting for the first step")
+            text.truncate(max(self._terminal.width - 2, 1), overflow="crop")
+            line.add_row(self._spinner, text)
+            return line
+        progress = _progress_text(step, total)
+        room = self._terminal.width - len(progress) - 1
+        bar_width = min(BAR_WIDTH, room // 5) if total else 0
+        room -= bar_width + 1 if bar_width else 0
+        texts = [status] if status else self._detail_texts(step)
+        while len(texts) > 1 and len(" | ".join(texts)) > room:
+            texts.pop()
+        text = Text(" | ".join(texts))
+        text.truncate(max(room, 1), overflow="crop")
+        bar = [ProgressBar(total, step["step"], width=bar_width)] if bar_width else []
+        line.add_row(progress, *bar, text)
+        return line
+
+
+@dataclass
+class Pace:
+    """How fast the run goes: its latest steps, and apart from them the time for validation and saving."""
+
+    steps: int = 0
+    recent_steps: float = 0.0
+    recent_items: float = 0.0
+    recent_seconds: float = 0.0
+    pause_seconds: float = 0.0
+
+    def add(self, step: Event) -> None:
+        # Each step counts 5 % less than the one after it; the first, which warms up, only while it is alone.
+        keep = 0.95 if self.steps > 1 else 0.0
+        self.steps += 1
+        self.recent_steps = keep * self.recent_steps + 1
+        self.recent_items = keep * self.recent_items + step["items"]
+        self.recent_seconds = keep * self.recent_seconds + step["seconds"]
+
+    def seconds_for(self, steps: int) -> float:
+        return steps * (self.recent_seconds / self.recent_steps + self.pause_seconds / self.steps)
+
+
+def _start_text(start: Event) -> str:
+    count = start["world_size"]
+    one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
+    nodes = f" of {start['nodes']} nodes" if start["nodes"] > 1 else ""
+    precision = "" if start["precision"] == "fp32" else f" in {start['precision']}"
+    steps = "steps" if start["total_steps"] is None else f"{start['total_steps']} steps"
+    parts = [
+        f"{start['run']} on {count} {one if count == 1 else many}{nodes}",
+        f"layout {start['layout']}",
+        f"{_parameters(start['parameters'])} parameters{precision}",
+        f"{steps} of {start['global_batch']} samples",
+    ]
+    if start["resumed_from_step"] is not None:
+        parts.append(f"resumed from step {start['resumed_from_step']}")
+    return ", ".join(parts)
+
+
+def _end_text(end: Event, validation_loss: float | None, baseline: tuple[str, float] | None) -> str:
+    done = f"done: {end['step']} steps in {_clock(end['seconds'])}, training loss {_number(end['loss'])}"
+    if validation_loss is None:
+        return done
+    parts = [f"validation loss {_number(validation_loss)}"]
+    if baseline is not None:
+        name, loss = baseline
+        parts[0] += f", {name} baseline {_number(loss)}: {'' if validation_loss < loss else 'not '}below it"
+    parts += _metric_texts(end["metrics"])
+    if end["best_loss"] is not None and end["best_step"] != end["step"]:
+        parts.append(f"best {_number(end['best_loss'])} at step {end['best_step']}")
+    return done + "\n" + " | ".join(parts)
+
+
+def _progress_text(step: Event, total: int | None) -> str:
+    return f"step {step['step']:>{len(str(total))}}/{total}" if total else f"step {step['step']}"
+
+
+def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
+    texts = []
+    for name, metric in metrics.items():
+        hits, count = float(metric["sum"]), float(metric["count"])
+        if count and hits.is_integer() and count.is_integer() and 0 <= hits <= count:
+            texts.append(f"{name} {100 * metric['value']:.1f} % ({hits:.0f}/{count:.0f})")
+        elif count:
+            texts.append(f"{name} {_number(metric['value'])}")
+    return texts
+
+
+def _number(value: float) -> str:
+    """Four significant digits with their trailing zeros: a running number should not change its width."""
+    return f"{value:#.4g}".rstrip(".") if math.isfinite(value) else str(value)
+
+
+def _compact(value: float, space: str = "") -> str:
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.{1 if value < 10 * scale else 0}f}{space}{unit}"
+    return f"{value:.{1 if value < 10 else 0}f}{space}"
+
+
+def _parameters(count: int) -> str:
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} B"
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,157 @@
+"""The training loop of the recipes.
+
+for batch in loader:                    the position is restored, the order follows from (seed, epoch, position)
+    out = engine.step(batch)            one optimizer step, whatever the layout
+    yield out                           code between steps is the only hook
+    if validation is due: validate      and save when it is the best so far
+    if a checkpoint is due: save
+validate, save, show a sample, end
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+
+from lockstep.config import Cadence, Config
+from lockstep.data.loader import Loader
+from lockstep.engine import Engine, Metric, StepResult
+from lockstep.folder import write_config
+from lockstep.optim import optimizer_factory, schedule_function
+from lockstep.recipes.catalog import find_recipe
+from lockstep.recipes.task import Task
+from lockstep.run import Run, init
+
+
+def task_of(config: Config) -> Task:
+    """The model, loss and data of the recipe a config names."""
+    recipe = find_recipe(config.recipe)
+    module = importlib.import_module(recipe.module)
+    task = module.task(recipe.model_settings(**config.model), config.data.path, config.seed)
+    assert isinstance(task, Task)
+    return task
+
+
+class Trainer:
+    """Trains a recipe. `fit()` goes to the end; iterating it gives every step's result to the code in between."""
+
+    def __init__(self, config: Config, run: Run | None = None) -> None:
+        self.config = config
+        self.run = run or init(
+            config.layout,
+            name=config.name or config.recipe,
+            seed=config.seed,
+            device=config.device,
+            backend=config.backend,
+            share_gpu=config.share_gpu,
+            timeout_minutes=config.timeout_minutes,
+        )
+        self.run.keep_checkpoints(config.keep)
+        self.run.status("reading the data")
+        self.task = task_of(config)
+        self.run.item, self.run.items_per_sample = self.task.item, self.task.items_per_sample
+        self._validate_every = Cadence.parse(config.validate_every)
+        self._save_every = Cadence.parse(config.save_every)
+        self._validated = self._saved = time.monotonic()
+        self._validated_step = self._saved_step = -1
+        self.engine = self._setup()
+        self.loader = self._load()
+
+    def fit(self) -> dict[str, Metric]:
+        """Train to the end; returns the last validation."""
+        for _ in self:
+            pass
+        return self.last_validation
+
+    last_validation: dict[str, Metric] = {}
+
+    def __iter__(self) -> Iterator[StepResult]:
+        run, engine = self.run, self.engine
+        if self.task.baseline:
+            name, loss = self.task.baseline
+            run.emit("baseline", name=name, loss=loss)
+        for batch in self.loader:
+            out = engine.step(batch)
+            yield out
+            if self._due(self._validate_every, "validate", self._validated, out.step):
+                self.validate()
+            if self._due(self._save_every, "save", self._saved, out.step) and self._saved_step != out.step:
+                self.save()
+        if self._validated_step != engine.steps_done:
+            self.validate()
+        if self._saved_step != engine.steps_done:
+            self.save()
+        if self.task.showcase:
+            run.status("generating a sample")
+            engine.model.eval()
+            prompt, text = self.task.showcase(engine.model)
+            run.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
+        run.close()
+
+    def validate(self) -> dict[str, Metric]:
+        """Score the validation data; a new best is saved."""
+        if self.task.validation is None:
+            return {}
+        self.run.status("validating")
+        started = time.monotonic()
+        results = self.run.evaluate(self.task.validation, self.task.metrics, micro_batch=self.loader.order.micro_batch)
+        loss = results["loss"].value
+        best = self.run.best is None or loss < self.run.best[1]
+        samples = len(self.task.validation)  # type: ignore[arg-type]
+        self.run.record_validation(results, samples, time.monotonic() - started, best)
+        self.last_validation = results
+        self._validated, self._validated_step = time.monotonic(), self.engine.steps_done
+        if best:
+            self.save(best_loss=loss)
+        return results
+
+    def save(self, best_loss: float | None = None) -> None:
+        """Write a checkpoint."""
+        self.run.save(best_loss)
+        self._saved, self._saved_step = time.monotonic(), self.engine.steps_done
+
+    def _setup(self) -> Engine:
+        config, per_epoch = self.config, self._steps_per_epoch()
+        total = config.steps if config.steps is not None else (config.epochs or 1) * per_epoch
+        return self.run.setup(
+            self.task.build_model,
+            self.task.loss,
+            optimizer=optimizer_factory(config.optimizer),
+            schedule=schedule_function(config.schedule, total),
+            clip=config.clip,
+            precision=config.precision,
+            recompute=config.recompute,
+            init=config.init,
+        )
+
+    def _load(self) -> Loader:
+        config, data = self.config, self.config.data
+        assert config.global_batch is not None
+        loader = self.run.loader(
+            self.task.train,
+            config.global_batch,
+            micro_batch=config.micro_batch,
+            epochs=config.epochs,
+            steps=config.steps,
+            shuffle=data.shuffle,
+            workers=data.workers,
+            prefetch=data.prefetch,
+            persistent=data.persistent,
+        )
+        if config.micro_batch != loader.order.micro_batch and self.run.is_main:
+            write_config(self.run.folder.path, config.model_copy(update={"micro_batch": loader.order.micro_batch}))
+        return loader
+
+    def _steps_per_epoch(self) -> int:
+        assert self.config.global_batch is not None
+        return -(-len(self.task.train) // self.config.global_batch)  # type: ignore[arg-type]
+
+    def _due(self, cadence: Cadence, request: str, last: float, step: int) -> bool:
+        """Whether it is time, on all ranks at once: a clock only asks, and the ranks agree with the next step."""
+        minutes = (time.monotonic() - last) / 60
+        if cadence.unit == "minutes":
+            if cadence.due(step, None, minutes):
+                self.run.requests.ask(request)
+            return request in self.run.requests.agreed
+        return cadence.due(step, self.loader.steps_per_epoch, minutes)
