@@ -424,7 +424,7 @@ class Run:
         """Put a validation into the event log."""
         engine = self._need_engine("record_validation")
         metrics = {name: metric for name, metric in results.items() if name != "loss"}
-        self._last_loss, self._last_metrics = results["loss"].value, metrics
+        self._last_metrics = metrics
         self._emit(
             "validation",
             step=engine.steps_done,

@@ -1,4 +1,45 @@
-"""The commands."""
+"""The `lockstep` command. Nothing here imports torch before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from lockstep.cli.run import run_command
+from lockstep.cli.train import train_command
+from lockstep.errors import UserError
+
+app = typer.Typer(
+    name="lockstep",
+    help="One training script, the same numbers on any parallel layout.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train_command)
+app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
 
 
-def main() -> None: ...
+@app.callback()
+def about() -> None:
+    """One training script, the same numbers on any parallel layout."""
+
+
+def main() -> None:
+    """Run a command. Wrong input is one sentence on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        # The usage errors of typer; their class moved between versions, their format_message did not.
+        if not hasattr(error, "format_message"):
+            raise
+        print(f"lockstep: {error.format_message()} (see lockstep --help)", file=sys.stderr)
+        code = 2
+    sys.exit(code)

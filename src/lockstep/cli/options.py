@@ -1,0 +1,72 @@
+"""Options that mean the same in every command, and the layer of config values they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.folder import RunFolder
+
+Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
+Nproc = Annotated[int | None, typer.Option(help="Processes on this node. Default: one a GPU, or 2 on CPUs.")]
+ShareGpu = Annotated[bool | None, typer.Option("--share-gpu", help="Let several ranks use one GPU, over gloo.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="One config value: a.b=c. May be repeated.")]
+Name = Annotated[str | None, typer.Option(help="The run's name under runs/. An unfinished one is continued.")]
+RunDir = Annotated[Path | None, typer.Option(help="The run folder itself, instead of a name.")]
+Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint.")]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps to do in all.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is a GPU.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, text for people on stderr.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Resolve, check and print; start nothing, write nothing.")]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options the user really gave."""
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str, str | None]:
+    """How many processes to start, on which device, and one line when GPUs are visible but unused."""
+    from lockstep.runtime.device import visible_gpus
+
+    gpus = visible_gpus()
+    if device == "cuda" and gpus == 0:
+        raise UserError(
+            "--device cuda was asked for but no GPU is visible", "use --device cpu, or check CUDA_VISIBLE_DEVICES"
+        )
+    chosen = "cuda" if gpus and device != "cpu" else "cpu"
+    count = nproc or (gpus if chosen == "cuda" else 2)
+    if chosen == "cuda" and count > gpus and not share_gpu:
+        raise UserError(
+            f"--nproc {count} but {gpus} visible GPU{'s' if gpus > 1 else ''}",
+            f"use --nproc {gpus}, or --share-gpu to let ranks share them, or --device cpu",
+        )
+    used = min(count, gpus) if chosen == "cuda" else 0
+    unused = None
+    if used < gpus:
+        unused = f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible and {used or 'none'} used: "
+        unused += f"--nproc {gpus} uses all" if chosen == "cuda" else "leave --device cpu out to use GPUs"
+    return count, chosen, unused
+
+
+def check_resume(resume: str) -> None:
+    """`--resume` is auto, never or a checkpoint folder."""
+    if resume not in ("auto", "never"):
+        from lockstep.checkpoint.format import read_index
+
+        read_index(Path(resume))
+
+
+def check_can_continue(folder: RunFolder, layout: str) -> None:
+    """Refuse a layout the run's last checkpoint cannot be loaded into."""
+    from lockstep.checkpoint.format import step_folder, steps_on_disk
+    from lockstep.checkpoint.load import check_layout
+    from lockstep.layout import Layout
+
+    if folder.continues and (steps := steps_on_disk(folder.path)):
+        check_layout(step_folder(folder.path, steps[-1]), Layout.parse(layout))

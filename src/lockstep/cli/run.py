@@ -1,0 +1,71 @@
+"""`lockstep run`: launch a user's own script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+
+def run_command(
+    script: Annotated[Path, typer.Argument(help="A Python script that calls lockstep.init().")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    layout: opt.Layout = None,
+    nproc: opt.Nproc = None,
+    steps: opt.Steps = None,
+    set_: opt.Set = None,
+    name: opt.Name = None,
+    run_dir: opt.RunDir = None,
+    resume: opt.Resume = "auto",
+    device: opt.Device = None,
+    share_gpu: opt.ShareGpu = None,
+    dry_run: opt.DryRun = False,
+    as_json: opt.Json = False,
+) -> int:
+    """Launch your own training script on all devices of this machine; options stand before the script."""
+    from rich.console import Console as Terminal
+
+    from lockstep import config as cfg
+    from lockstep.folder import choose_folder, create_folder
+    from lockstep.launch.local import launch
+    from lockstep.layout import Layout
+    from lockstep.sinks.console import Console
+
+    if not script.is_file():
+        raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
+    terminal = Terminal(stderr=as_json, highlight=False)
+    told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
+    told |= cfg.parse_assignments(set_ or [])
+    config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
+    count, _, unused = opt.processes(config.nproc, config.device, config.share_gpu)
+    resolved = Layout.parse(config.layout).resolve(count)
+    config = config.model_copy(update={"nproc": count, "layout": str(resolved)})
+    opt.check_resume(resume)
+    folder = choose_folder(config.name or script.stem, run_dir, resume)
+    opt.check_can_continue(folder, config.layout)
+    if dry_run:
+        shown = json.dumps(config.model_dump()) if as_json else cfg.to_toml(config)
+        print(shown)
+        terminal.print(f"would be: {folder.announce()}; nothing was started or written")
+        return 0
+    create_folder(folder, config)
+    terminal.print(folder.announce())
+    if unused:
+        terminal.print(unused, style="yellow")
+    console = Console(terminal)
+    try:
+        worker = ["script", str(script), *(args or [])]
+        outcome = launch(worker, count, folder, console, options=told, resume=resume)
+    finally:
+        console.close()
+    if outcome.text:
+        print(f"lockstep: {outcome.text}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"run": str(folder.path), "exit": outcome.code}))
+    return outcome.code

@@ -1,0 +1,176 @@
+"""`lockstep train`: train a recipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli import options as opt
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from lockstep.config import Resolved
+    from lockstep.folder import RunFolder
+
+
+def train_command(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")
+    ] = None,
+    layout: opt.Layout = None,
+    nproc: opt.Nproc = None,
+    steps: opt.Steps = None,
+    set_: opt.Set = None,
+    name: opt.Name = None,
+    run_dir: opt.RunDir = None,
+    resume: opt.Resume = "auto",
+    device: opt.Device = None,
+    share_gpu: opt.ShareGpu = None,
+    dry_run: opt.DryRun = False,
+    as_json: opt.Json = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
+) -> int:
+    """Train a recipe; without an argument, a small language model on its embedded corpus."""
+    if list_:
+        return _list_recipes()
+    from rich.console import Console as Terminal
+
+    from lockstep import config as cfg
+    from lockstep.folder import check_same_training, choose_folder, create_folder
+
+    terminal = Terminal(stderr=as_json, highlight=False)
+    told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
+    resolved = cfg.resolve(
+        [
+            *_named_layer(what),
+            cfg.Layer("the command line", told),
+            cfg.Layer("--set", cfg.parse_assignments(set_ or [])),
+        ]
+    )
+    count, chosen, unused = opt.processes(resolved.config.nproc, resolved.config.device, resolved.config.share_gpu)
+    resolved = resolved.with_value("nproc", count, resolved.origin["nproc"] if nproc else f"{chosen} processes")
+    resolved = cfg.for_world(resolved, count)
+    opt.check_resume(resume)
+    run_name = resolved.config.name or resolved.config.recipe
+    folder = choose_folder(run_name, run_dir, resume)
+    if folder.continues:
+        check_same_training(folder, resolved.config)
+        opt.check_can_continue(folder, resolved.config.layout)
+
+    parameters = _check_with_torch(resolved)
+    if dry_run:
+        _print_plan(resolved, folder, parameters, terminal, as_json)
+        return 0
+    create_folder(folder, resolved.config)
+    terminal.print(folder.announce())
+    if unused:
+        terminal.print(unused, style="yellow")
+    return _launch(folder, resolved, resume, terminal, as_json)
+
+
+def _list_recipes() -> int:
+    from lockstep.recipes.catalog import RECIPES
+
+    for recipe in RECIPES.values():
+        print(f"{recipe.name:8} {recipe.summary}")
+    return 0
+
+
+def _named_layer(what: str | None) -> list[Any]:
+    from pathlib import Path
+
+    from lockstep.config import Layer, read_toml
+
+    if what is None:
+        return []
+    if what.endswith(".toml"):
+        return [Layer(what, {"name": Path(what).stem, **read_toml(Path(what))})]
+    return [Layer("the command line", {"recipe": what})]
+
+
+def _check_with_torch(resolved: Resolved) -> int:
+    """What only shows when the recipe is built: data, optimizer, model. Returns the number of parameters."""
+    import torch
+
+    from lockstep.data.loader import dataset_size
+    from lockstep.optim import optimizer_factory
+    from lockstep.trainer import task_of
+
+    task = task_of(resolved.config)
+    dataset_size(task.train, "training")
+    if task.validation is not None:
+        dataset_size(task.validation, "validation")
+    optimizer_factory(resolved.config.optimizer)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in task.build_model().parameters())
+
+
+def _print_plan(resolved: Resolved, folder: RunFolder, parameters: int, terminal: Terminal, as_json: bool) -> None:
+    from rich.table import Table
+
+    from lockstep.config import flatten
+    from lockstep.layout import Layout
+
+    values = dict(flatten(resolved.config.model_dump(mode="json")))
+    if as_json:
+        plan = {key: {"value": value, "from": resolved.origin.get(key, "default")} for key, value in values.items()}
+        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan}))
+        return
+    table = Table("key", "value", "from", box=None, header_style="bold", pad_edge=False)
+    for key, value in values.items():
+        shown = "unset" if value is None else str(value)
+        table.add_row(key, shown, resolved.origin.get(key, "default"))
+    terminal.print(table)
+    layout = Layout.parse(resolved.config.layout)
+    terminal.print(f"\nlayout {layout}: {layout.explain()}")
+    terminal.print(f"model: {parameters:,} parameters")
+    terminal.print(f"would be: {folder.announce()}; nothing was started or written")
+
+
+def _launch(folder: RunFolder, resolved: Resolved, resume: str, terminal: Terminal, as_json: bool) -> int:
+    from lockstep.config import LaunchConfig
+    from lockstep.launch.local import launch
+    from lockstep.sinks.console import Console
+
+    config = resolved.config
+    options = {key: value for key, value in config.model_dump().items() if key in LaunchConfig.model_fields}
+    options["steps"] = None  # in the config the trainer reads
+    console = Console(terminal)
+    assert config.nproc is not None
+    try:
+        outcome = launch(["train", str(folder.path)], config.nproc, folder, console, options=options, resume=resume)
+    finally:
+        console.close()
+    if outcome.text:
+        print(f"lockstep: {outcome.text}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(_result(folder, outcome.code)))
+    elif outcome.code == 0:
+        _next_commands(folder, config.recipe, terminal)
+    return outcome.code
+
+
+def _result(folder: RunFolder, code: int) -> dict[str, Any]:
+    from lockstep.events import read_events
+
+    ends = [event for event in read_events(folder.events) if event["kind"] == "end"] if folder.events.exists() else []
+    wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
+    return {"run": str(folder.path), "exit": code} | ({key: ends[-1][key] for key in wanted} if ends else {})
+
+
+def _next_commands(folder: RunFolder, recipe: str, terminal: Terminal) -> None:
+    command = f"lockstep train{'' if recipe == 'lm' else ' ' + recipe}"
+    tries = (
+        (f"{command} --layout fsdp=2", "the same numbers with sharded parameters"),
+        (f"{command} --set seed=1 --steps 50", "change any value; --dry-run shows them all"),
+        (f"tensorboard --logdir {folder.path / 'tb'}", "the curves"),
+        ("lockstep train --list", "the other recipes"),
+    )
+    width = max(len(text) for text, _ in tries)
+    terminal.print("\ntry next:")
+    for text, why in tries:
+        terminal.print(f"  {text:{width}}  {why}", markup=False, soft_wrap=True)

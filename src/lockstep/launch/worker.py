@@ -1,0 +1,52 @@
+"""What the launcher starts once per rank: `python -m lockstep.launch.worker train RUN_DIR | script PATH ARGS...`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from lockstep.folder import CONFIG, RunFolder
+from lockstep.runtime.output import redirect_to
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Send the output to the rank's log, then train or run the user's script."""
+    what, target, *args = sys.argv[1:]
+    folder = Path(os.environ["LOCKSTEP_RUN_DIR"])
+    rank = int(os.environ["RANK"])
+    redirect_to(RunFolder(folder, 1).log(socket.gethostname().split(".")[0], rank))
+    _die_with_the_launcher()
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def train() -> None:
+        from lockstep.config import from_toml
+        from lockstep.run import init
+        from lockstep.trainer import Trainer
+
+        with init() as run:
+            Trainer(from_toml(folder / CONFIG), run).fit()
+
+    def script() -> None:
+        sys.argv = [target, *args]
+        sys.path[0] = str(Path(target).resolve().parent)
+        runpy.run_path(target, run_name="__main__")
+
+    record(train if what == "train" else script)()
+
+
+def _die_with_the_launcher() -> None:
+    """A launcher that is killed must not leave ranks training on (Linux only; elsewhere this does nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
