@@ -150,7 +150,7 @@ class Config(LaunchConfig):
     init: Literal["auto", "by-name"] = Field(
         "auto", description="by-name: each module from its own seed, for huge models"
     )
-    validate_every: str = Field("1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"')
+    validate_every: str = Field("1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"; the end is always scored')
     save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
     keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -332,7 +332,7 @@ def _sentence(error: ValidationError, model: type[BaseModel], origin: Mapping[st
     """The first mistake pydantic found, in a user's words."""
     first = error.errors()[0]
     key = prefix + ".".join(str(part) for part in first["loc"])
-    source = next((origin[k] for k in (key, *origin) if k == key or k.startswith(f"{key}.")), "")
+    source = origin.get(key) or next((origin[k] for k in origin if k.startswith(f"{key}.")), None)
     where = f" (from {source})" if source else ""
     if first["type"] == "extra_forbidden":
         known = _keys(model, prefix)

@@ -219,9 +219,14 @@ class Engine:
                     pair = function(self.model, data)
                     if not micro_batch.filler:
                         sums[name] += torch.stack([torch.as_tensor(part, device=self.device).double() for part in pair])
-        self.model.train()
+        self.rest()
         flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
+
+    def rest(self) -> None:
+        """Put the model back into its state between steps, after a forward that was not part of one."""
+        self.model.train()
+        self._gradients.rest()
 
     def seed_between_steps(self) -> None:
         """Code between two steps draws the same numbers on every rank and after a restart."""

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from lockstep.data.loader import MicroBatch, Reading, read_steps
-from lockstep.data.order import Order, Position, StepPlan, deal
+from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.runtime.comm import Comm
 
 if TYPE_CHECKING:
@@ -22,17 +22,22 @@ SHARE_FOR_ACTIVATIONS = 0.5
 
 def largest_micro_batch(engine: Engine, dataset: Any, order: Order, reading: Reading, comm: Comm) -> Order:
     """The order with its micro-batch made small enough for the memory of the tightest rank."""
-    first = deal(np.zeros(1, dtype=np.int64), 1, 0, 1, equal_counts=False)
-    plan = StepPlan(0, 1, first, Position())
-    sample = next(read_steps(dataset, [plan], order, replace(reading, workers=0, pin=False))).micro_batches[0]
+
+    def kept_for(samples: int) -> int:
+        part = MicroBatchPlan(0, np.zeros(samples, dtype=np.int64))
+        plan = StepPlan(0, samples, [part], Position())
+        batch = next(read_steps(dataset, [plan], order, replace(reading, workers=0, pin=False)))
+        return activation_bytes(engine, batch.micro_batches[0])
+
+    # The difference of two sizes leaves out what does not grow with the batch: gathered parameters, masks.
+    per_sample = max(1, kept_for(2) - kept_for(1))
     fitting = SHARE_FOR_ACTIVATIONS * free_bytes(engine.device, comm.place.local_world_size)
-    most = int(fitting // max(1, activation_bytes(engine, sample)))
-    return replace(order, micro_batch=max(1, min(order.micro_batch, comm.reduce(most, "min"))))
+    most = comm.reduce(int(fitting // per_sample), "min")
+    return replace(order, micro_batch=max(1, min(order.micro_batch, most)))
 
 
 def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
-    """What autograd keeps for the backward pass of one micro-batch, without the parameters themselves."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    """What autograd keeps for the backward pass of one micro-batch."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,8 +47,10 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
 
     engine.model.eval()  # measuring must not count as a batch in running statistics
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.forward(micro_batch)
-    return sum(size for pointer, size in kept.items() if pointer not in parameters)
+        loss, _ = engine.forward(micro_batch)
+        del loss
+    engine.rest()
+    return sum(kept.values())
 
 
 def free_bytes(device: torch.device, local_ranks: int) -> int:

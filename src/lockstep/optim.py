@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,14 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     optimizer = _find(config.name)
     # TOML knows lists only, and some optimizers insist on tuples.
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in config.args.items()}
+    known = list(inspect.signature(optimizer).parameters)[1:]
+    for name in arguments:
+        if name not in known and "kwargs" not in known:
+            raise unknown(f"argument of optimizer {config.name}:", name, known)
     try:
         optimizer([torch.nn.Parameter(torch.zeros(1))], lr=config.lr, **arguments)
     except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer {config.name} does not take optimizer.args {config.args}", str(error)) from None
+        raise UserError(f"optimizer {config.name} refuses its arguments {config.args}", str(error)) from None
     return lambda parameters: optimizer(parameters, lr=config.lr, **arguments)
 
 

@@ -86,6 +86,7 @@ class Trainer:
             run.status("generating a sample")
             engine.model.eval()
             prompt, text = self.task.showcase(engine.model)
+            engine.rest()
             run.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
         run.close()
 

@@ -57,8 +57,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a checkpoint; one that cannot be read is a UserError."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a checkpoint", f"its {INDEX} cannot be read ({error})") from None
+    except (OSError, ValueError):
+        raise UserError(
+            f"{folder} is not a checkpoint",
+            f"it has no readable {INDEX}; give a folder such as RUN/checkpoints/step-00000100",
+        ) from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{folder} is a checkpoint of another format", f"this version reads format {FORMAT}")
     return index

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's tensors (its shards, where the model is sharded) and the JSON part."""
+    engine.rest()
     tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.model.named_parameters()}
     tensors |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
     values: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.events import follow_events, read_events
 from lockstep.folder import RunFolder
+from lockstep.launch.worker import END_OF_OUTPUT
 from lockstep.sinks.console import Console
 
 SECONDS_TO_SAVE = 300
@@ -70,7 +71,9 @@ def _run_agent(worker: list[str], nproc: int, folder: RunFolder) -> Outcome:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say it better
     scratch = tempfile.mkdtemp(prefix="lockstep-")
     config = LaunchConfig(
         min_nodes=1,
@@ -133,7 +136,8 @@ def _user_frame(traceback: str) -> str:
 
 def _show_events(folder: RunFolder, console: Console, ended: threading.Event) -> None:
     for event in follow_events(folder.events, ended.is_set):
-        if event["attempt"] == folder.attempt:
+        failed = event["kind"] == "stop" and event["reason"] == "failed"  # the verdict says who was first, and why
+        if event["attempt"] == folder.attempt and not failed:
             console.handle(event)
 
 
@@ -149,6 +153,8 @@ def _show_output(log: Path, console: Console, ended: threading.Event) -> None:
                 *lines, rest = (rest + file.read()).split("\n")
                 offset = file.tell()
             for line in lines:
+                if line == END_OF_OUTPUT:
+                    return
                 console.print_line(line)
         if last_round:
             if rest:

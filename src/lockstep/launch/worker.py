@@ -15,6 +15,9 @@ from lockstep.runtime.output import redirect_to
 
 PR_SET_PDEATHSIG = 1
 
+END_OF_OUTPUT = "---- the script ended with an exception ----"
+"""What follows in a log is a traceback: it stays there, and the console gets the launcher's verdict instead."""
+
 
 def main() -> None:
     """Send the output to the rank's log, then train or run the user's script."""
@@ -39,7 +42,11 @@ def main() -> None:
         sys.path[0] = str(Path(target).resolve().parent)
         runpy.run_path(target, run_name="__main__")
 
-    record(train if what == "train" else script)()
+    try:
+        record(train if what == "train" else script)()
+    except Exception:
+        print(END_OF_OUTPUT, flush=True)
+        raise
 
 
 def _die_with_the_launcher() -> None:

@@ -22,6 +22,7 @@ from lockstep.runtime.comm import Comm
 class GradientSync(Protocol):
     """How the gradients of one step come together."""
 
+    def rest(self) -> None: ...
     def begin(self) -> None: ...
     def last_backward(self) -> None: ...
     def unused(self) -> int: ...
@@ -77,6 +78,9 @@ class LocalGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+
+    def rest(self) -> None:
+        """Nothing to give back."""
 
     def begin(self) -> None:
         """Start a step: no gradients."""

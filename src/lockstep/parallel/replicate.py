@@ -33,6 +33,9 @@ class GradientBuckets:
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))
 
+    def rest(self) -> None:
+        """Between steps: nothing is gathered, nothing to give back."""
+
     def begin(self) -> None:
         """Start a step: all gradients zero."""
         self._used.clear()

@@ -27,17 +27,24 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> Sh
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
-    return ShardedGradients(model)
+    return ShardedGradients(model, units)
 
 
 class ShardedGradients:
     """When the sharded model's gradients are reduced: in the last backward of a step only."""
 
-    def __init__(self, model: FSDPModule) -> None:
+    def __init__(self, model: FSDPModule, units: Sequence[FSDPModule]) -> None:
         self._model = model
+        self._units = units
+
+    def rest(self) -> None:
+        """Between steps: only shards. A forward without a backward leaves the root's parameters gathered."""
+        for unit in self._units:
+            unit.reshard()
 
     def begin(self) -> None:
         """Start a step: no gradients, no reduction until the last backward."""
+        self.rest()
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
         self._model.set_requires_gradient_sync(False)
