@@ -88,7 +88,7 @@ class Job:
 
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(self.store_path), self.world_size),  # type: ignore[attr-defined]
+            store=dist.FileStore(str(self.store_path), self.world_size),
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=timeout),
@@ -447,7 +447,7 @@ def remember_process_state(stacks: IO[str]) -> Callable[[], None]:
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
         faulthandler.enable(stacks)
-        dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+        dist.set_debug_level_from_env()
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)

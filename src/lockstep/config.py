@@ -90,8 +90,8 @@ class ScheduleConfig(Section):
 class DataConfig(Section):
     path: str | None = Field(None, description="the user's own data instead of the recipe's embedded corpus")
     workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: from the CPUs of a rank")
-    prefetch: int = Field(2, gt=0, description="micro-batches each worker prepares ahead")
-    persistent: bool = Field(True, description="keep the workers between validations")
+    prefetch: int = Field(2, gt=0, description="steps each worker prepares ahead")
+    persistent: bool = Field(True, description="keep the workers from epoch to epoch")
     shuffle: bool = Field(True, description="a new order every epoch")
 
 
@@ -150,7 +150,9 @@ class Config(LaunchConfig):
     init: Literal["auto", "by-name"] = Field(
         "auto", description="by-name: each module from its own seed, for huge models"
     )
-    validate_every: str = Field("1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"; the end is always scored')
+    validate_every: str = Field(
+        "1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"; the end is always scored'
+    )
     save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
     keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -218,6 +220,8 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
             if key in EXCLUSIVE and EXCLUSIVE[key] not in layer.values:
                 merged.pop(EXCLUSIVE[key], None)
                 origin.pop(EXCLUSIVE[key], None)
+            if key == "optimizer.name" and value != merged.get("optimizer", {}).get("name", value):
+                merged["optimizer"].pop("args", None)  # they were meant for the optimizer before
             _put(merged, key, value)
             origin[key] = layer.source
     config = _checked(Config, merged, origin)

@@ -155,6 +155,7 @@ class Run:
         self._config = config
         self._keep = 2
         self._loaders: dict[str, Loader] = {}
+        self._progress: dict[str, dict[str, Any]] = {}
         self._started = time.monotonic()
         self._step_started = self._started
         self._event_log: EventLog | None = None
@@ -284,6 +285,7 @@ class Run:
             steps_done=saved.get("steps_done", 0),
         )
         self._loaders[name] = loader
+        self._record_progress(loader, loader.position, loader.steps_done)
         return loader
 
     def evaluate(
@@ -322,14 +324,7 @@ class Run:
         started = time.monotonic()
         tensors, meta = engine_state(engine)
         meta["seed"] = self.seed
-        meta["loaders"] = {
-            loader.name: {
-                "position": [loader.position.epoch, loader.position.consumed],
-                "steps_done": loader.steps_done,
-                "micro_batch": loader.order.micro_batch,
-            }
-            for loader in self._loaders.values()
-        }
+        meta["loaders"] = self._progress
         at = self.layout.coordinate(self.rank)
         size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=at["fsdp"], writes=at["dp"] == 0)
         step = engine.steps_done
@@ -446,6 +441,8 @@ class Run:
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         now = time.monotonic()
         self._last_loss = result.loss
+        # Not when the loader hands a batch out: a save before its step must not count it.
+        self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
         self._emit(
             "step",
             step=result.step,
@@ -459,6 +456,13 @@ class Run:
             skipped=result.skipped,
         )
         self._step_started = now
+
+    def _record_progress(self, loader: Loader, position: Position, steps_done: int) -> None:
+        self._progress[loader.name] = {
+            "position": [position.epoch, position.consumed],
+            "steps_done": steps_done,
+            "micro_batch": loader.order.micro_batch,
+        }
 
     def _epoch(self, batch: StepBatch | None = None) -> float:
         loader = self._loaders.get("train")

@@ -7,6 +7,7 @@ samples have none, so that all a rank has in that step, or its last micro-batche
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ HEADS = 2
 IGNORED = -100
 
 Batch = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 # ---- Models
@@ -207,12 +209,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 # ---- Runs and what they leave
 
 
+def fork_loader_workers() -> None:
+    """Ranks come from a fork server, and their data loaders would start from a new one each, for seconds."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def join(job: Job, layout: str, run_dir: Path | None = None, meeting: str = "", **options: Any) -> Run:
     """Become one rank of a run. A job that joins several runs in turn gives each a `meeting` of its own."""
     store = None
     if job.world_size > 1:
         path = job.store_path if not meeting else job.folder / f"{meeting}.store"
-        store = dist.FileStore(str(path), job.world_size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(path), job.world_size)
     return lockstep.init(
         layout,
         rank=job.rank,
@@ -228,24 +235,40 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+def gradients(engine: Engine) -> Tensors:
     """The gradients of the last step, scaled and clipped, by parameter; those that have one."""
     named = ((name, parameter.grad) for name, parameter in engine.model.named_parameters())
     return {name: full(grad) for name, grad in named if grad is not None}
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> Tensors:
     """All parameters and buffers, whole."""
     return {name: full(tensor) for name, tensor in [*engine.model.named_parameters(), *engine.model.named_buffers()]}
 
 
-def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+def fingerprint(tensors: Tensors) -> str:
     """Changes with any bit of any tensor."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def disagreeing_gradients(ours: Tensors, theirs: Tensors) -> Iterator[str]:
+    """The parameters whose gradients differ, in norm, by more than rounding: the design's criterion.
+
+    One that is below the rounding error of all gradients together carries no signal: it has to stay that small.
+    """
+    assert ours.keys() == theirs.keys()
+    whole = torch.stack([grad.norm() for grad in theirs.values()]).norm()
+    for name, expected in theirs.items():
+        size, difference = expected.norm(), (ours[name] - expected).norm()
+        without_signal = size < 1e-6 * whole
+        if without_signal and ours[name].norm() < 2e-6 * whole:
+            continue
+        if not difference <= 1e-5 * size + 1e-6 * whole:
+            yield f"{name}: |dg| = {difference:.2e}, |g| = {size:.2e}, |g_all| = {whole:.2e}"
 
 
 def error_of(function: Callable[[], Any]) -> Exception | None:

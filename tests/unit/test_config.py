@@ -256,9 +256,9 @@ def test_a_mistake_says_which_file_it_stands_in() -> None:
 def test_arguments_of_init_and_options_of_run_are_checked_in_the_same_words() -> None:
     assert launch_config({"layout": "fsdp=2"}).layout == "fsdp=2"
     assert script_config({"script": "train.py", "args": ["--lr", "3"], "steps": 5}, "the command line").steps == 5
-    with pytest.raises(UserError, match="^timeout_minutes = 0 is not valid: it has to be greater than 0$"):
+    with pytest.raises(UserError, match=r"^timeout_minutes = 0 is not valid: it has to be greater than 0$"):
         launch_config({"timeout_minutes": 0})
-    with pytest.raises(UserError, match="^cannot read 'two' in layout 'two': write axis=size"):
+    with pytest.raises(UserError, match=r"^cannot read 'two' in layout 'two': write axis=size"):
         launch_config({"layout": "two"})
     with pytest.raises(UserError, match=r"^steps = 0 \(from the command line\) is not valid: it has to be greater"):
         script_config({"script": "train.py", "steps": 0}, "the command line")
@@ -410,7 +410,7 @@ ROUND_TRIPS = [
     ["epochs=3"],
     ["steps=1000"],
     ["batch_per_device=16"],
-    ["name=first try", "data.path=/data/with \"quotes\" and \\ and tab\t"],
+    ["name=first try", 'data.path=/data/with "quotes" and \\ and tab\t'],
     ["name=Größe 大きさ"],
     ["optimizer.name=sgd", "optimizer.lr=1e-10", "optimizer.args={momentum = 0.9, nesterov = true}"],
     ["optimizer.lr=1e22", "clip=0.1", "optimizer.args.eps=1e-12"],
@@ -492,10 +492,10 @@ def test_a_layout_that_fits_as_it_stands_keeps_its_origin() -> None:
 
 
 def test_a_layout_that_does_not_fit_the_processes_is_refused() -> None:
-    with pytest.raises(UserError, match="^layout dp=3 needs 3 processes but there are 2: "):
+    with pytest.raises(UserError, match=r"^layout dp=3 needs 3 processes but there are 2: "):
         for_world(with_set("layout=dp=3"), 2)
 
 
 def test_a_batch_per_device_that_cannot_hold_a_micro_batch_is_refused() -> None:
-    with pytest.raises(UserError, match="^micro_batch 8 is larger than global_batch 4: lower one of them$"):
+    with pytest.raises(UserError, match=r"^micro_batch 8 is larger than global_batch 4: lower one of them$"):
         for_world(with_set("batch_per_device=2"), 2)

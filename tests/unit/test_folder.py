@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,9 +41,7 @@ def finished(path: Path) -> Path:
 
 def tree(path: Path) -> dict[str, bytes | None]:
     """Everything below a path: name -> content, None for a folder."""
-    return {
-        str(found.relative_to(path)): None if found.is_dir() else found.read_bytes() for found in path.rglob("*")
-    }
+    return {str(found.relative_to(path)): None if found.is_dir() else found.read_bytes() for found in path.rglob("*")}
 
 
 # A name --------------------------------------------------------------------------------------------------------------
@@ -181,9 +181,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "by --run-dir"])
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_readable_run_folder_is_refused_and_left_as_it_was(
-    tmp_path: Path, what: str, by_name: bool
-) -> None:
+def test_what_is_no_readable_run_folder_is_refused_and_left_as_it_was(tmp_path: Path, what: str, by_name: bool) -> None:
     make, sentence = REFUSED[what]
     make(tmp_path / "lm")
     before = sorted(tmp_path.rglob("*"))
@@ -202,7 +200,7 @@ def test_a_foreign_folder_among_the_numbered_ones_is_refused(tmp_path: Path) -> 
 
 
 def test_a_name_too_long_for_the_disk_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=": file name too long$"):
+    with pytest.raises(UserError, match=r": file name too long$"):
         choose_folder("x" * 300, runs=tmp_path)
 
 
@@ -255,20 +253,31 @@ def test_a_file_system_that_takes_no_folders_is_refused() -> None:
     assert str(refusal.value) == "cannot write to /proc/runs/lm: no such file or directory; give another --run-dir"
 
 
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[None]]:
+    """A disk on which a file can still be made, but writing or renaming it fails."""
+
+    @contextmanager
+    def full(method: str) -> Iterator[None]:
+        def fail(path: Path, *_: object, **__: object) -> None:
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, fail)
+            yield
+
+    return full
+
+
 @pytest.mark.parametrize("there_before", ["", "runs", "runs/lm"])
-@pytest.mark.parametrize("fails", ["write_text", "replace"])
+@pytest.mark.parametrize("failing", ["write_text", "replace"])
 def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_before: str, fails: str
+    tmp_path: Path, full_disk: Callable[[str], AbstractContextManager[None]], there_before: str, failing: str
 ) -> None:
     (tmp_path / there_before).mkdir(parents=True, exist_ok=True)
     before = tree(tmp_path)
-
-    def disk_full(self: Path, *_: object, **__: object) -> None:
-        self.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch, pytest.raises(UserError) as refusal:
-        patch.setattr(Path, fails, disk_full)
+    with full_disk(failing), pytest.raises(UserError) as refusal:
         create_folder(RunFolder(tmp_path / "runs" / "lm", attempt=1), CONFIG)
     assert str(refusal.value) == (
         f"cannot write to {tmp_path / 'runs' / 'lm'}: no space left on device; give another --run-dir"
@@ -276,16 +285,15 @@ def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_as_it_was(
     assert tree(tmp_path) == before
 
 
-def test_a_disk_that_fills_up_while_going_on_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["write_text", "replace"])
+def test_a_disk_that_fills_up_while_going_on_keeps_the_run(
+    tmp_path: Path, full_disk: Callable[[str], AbstractContextManager[None]], failing: str
+) -> None:
     create_folder(RunFolder(tmp_path / "lm", attempt=1), CONFIG)
     before = tree(tmp_path)
-
-    def disk_full(self: Path, _: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left on device"):
-        patch.setattr(Path, "replace", disk_full)
-        create_folder(choose_folder("lm", runs=tmp_path), config_with("steps=700"))
+    folder = choose_folder("lm", runs=tmp_path)
+    with full_disk(failing), pytest.raises(UserError, match="no space left on device"):
+        create_folder(folder, config_with("steps=700"))
     assert tree(tmp_path) == before
 
 

@@ -52,13 +52,13 @@ class Stream(IterableDataset[torch.Tensor]):
             yield torch.tensor([picked, *draws()], dtype=torch.float64)
 
 
-def order_of(size: int, global_batch: int = 4, micro_batch: int = 2, **others: int | bool) -> Order:
+def order_of(size: int, global_batch: int = 4, micro_batch: int = 2, **others: Any) -> Order:
     plain = Order(size, global_batch, micro_batch, seed=0, data_rank=0, data_size=1, equal_counts=False)
     return replace(plain, **others)
 
 
 def loader_of(dataset: Any, workers: int = 0, **others: Any) -> Loader:
-    mine = {key: others.pop(key) for key in ("position", "epochs", "steps", "steps_done", "before_step") if key in others}
+    mine = {key: others.pop(key) for key in ("position", "epochs", "steps", "steps_done") if key in others}
     size = 0 if isinstance(dataset, IterableDataset) else len(dataset)
     return Loader(dataset, order_of(size, **others), Reading(workers=workers), **mine)
 
@@ -194,7 +194,8 @@ def test_the_position_counts_the_step_in_hand_so_that_a_save_after_it_does_not_r
 
 def test_the_position_before_a_step_does_not_count_it_so_that_a_save_at_the_boundary_does_not_miss_it() -> None:
     seen: list[tuple[Position, int]] = []
-    loader = loader_of(Augmented(10), before_step=lambda: seen.append((loader.position, loader.steps_done)))
+    loader = loader_of(Augmented(10))
+    loader.before_step = lambda: seen.append((loader.position, loader.steps_done))
     assert len(list(loader)) == 3
     assert seen == [(Position(0, 0), 0), (Position(0, 4), 1), (Position(0, 8), 2), (Position(0, 10), 3)]
 
@@ -274,7 +275,9 @@ def test_a_restarted_stream_skips_what_was_consumed(workers: int) -> None:
         assert plain(rest) == plain(whole[done:])
 
 
-@pytest.mark.parametrize(("limits", "steps"), [({"epochs": 2}, 6), ({"steps": 7}, 7), ({"steps": 7, "steps_done": 5}, 2)])
+@pytest.mark.parametrize(
+    ("limits", "steps"), [({"epochs": 2}, 6), ({"steps": 7}, 7), ({"steps": 7, "steps_done": 5}, 2)]
+)
 def test_a_stream_ends_after_its_epochs_or_steps(limits: dict[str, int], steps: int) -> None:
     loader = loader_of(Stream(10), **limits)
     assert loader.steps_per_epoch is None
@@ -284,7 +287,7 @@ def test_a_stream_ends_after_its_epochs_or_steps(limits: dict[str, int], steps: 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_without_samples_is_refused(workers: int) -> None:
-    with pytest.raises(UserError, match="^the stream gave no sample: check what the iterable dataset reads$"):
+    with pytest.raises(UserError, match=r"^the stream gave no sample: check what the iterable dataset reads$"):
         list(loader_of(Stream(0), workers=workers, epochs=1))
 
 

@@ -65,7 +65,7 @@ def test_every_optimizer_of_a_factory_has_a_state_of_its_own() -> None:
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(UserError, match=r"^unknown optimizer 'adamx': did you mean 'adam'\?$"):
         optimizer_factory(OptimizerConfig(name="adamx"))
-    with pytest.raises(UserError, match="^unknown optimizer 'lion': choose one of sgd, adam, adamw, package"):
+    with pytest.raises(UserError, match=r"^unknown optimizer 'lion': choose one of sgd, adam, adamw, package"):
         optimizer_factory(OptimizerConfig(name="lion"))
 
 
@@ -163,7 +163,7 @@ def test_after_the_warm_up_the_factor_only_falls_and_stays_within_its_bounds(nam
     factors = [factor(step) for step in range(200)]
     assert factors[:10] == sorted(factors[:10])
     assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert 0 < min(factors)
+    assert min(factors) > 0
     assert max(factors) == 1
 
 

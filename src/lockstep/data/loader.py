@@ -40,6 +40,7 @@ class StepBatch:
     samples: int
     epoch: int
     after: Position
+    loader: str = "train"
 
     def pin_memory(self) -> StepBatch:
         """For the DataLoader: page-locked copies that travel to a GPU without waiting."""
@@ -63,7 +64,7 @@ class Reading:
 
 @dataclass
 class Loader:
-    """The steps of a training, each as this rank's collated micro-batches. Iterate it; `position` follows."""
+    """The steps of a training, each as this rank's collated micro-batches. `position` counts the step in hand."""
 
     dataset: Dataset[Any]
     order: Order
@@ -89,21 +90,21 @@ class Loader:
         return None if per_epoch is None else per_epoch * (self.epochs or 1)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        if isinstance(self.dataset, IterableDataset):
-            batches = self._stream()
-        else:
-            plans = _Plans(self.order, self.position, self._remaining())
-            batches = read_steps(self.dataset, plans, self.order, self.reading)
-        for batch in batches:
+        for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
             self.before_step()
-            yield batch
             self.position = batch.after
             self.steps_done += 1
+            yield replace(batch, loader=self.name)
         self.before_step()
 
-    def _remaining(self) -> int:
+    def _planned(self) -> Iterator[StepBatch]:
         assert self.total_steps is not None
-        return max(0, self.total_steps - self.steps_done)
+        remaining, start = self.total_steps - self.steps_done, self.position
+        while remaining > 0:
+            left = self.order.steps_left(start)
+            count = remaining if self.reading.persistent else min(remaining, left)
+            yield from read_steps(self.dataset, _Plans(self.order, start, count), self.order, self.reading)
+            remaining, start = remaining - count, Position(start.epoch + 1 + (start.consumed >= self.order.size), 0)
 
     def _stream(self) -> Iterator[StepBatch]:
         stream = _StreamSteps(self.dataset, self.order, self.position, self.epochs, self.reading.collate)
@@ -187,7 +188,6 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
         collate_fn=_same,
         num_workers=reading.workers,
         prefetch_factor=reading.prefetch if reading.workers else None,
-        persistent_workers=reading.persistent and reading.workers > 0,
         pin_memory=reading.pin,
     )
     return iter(loader)

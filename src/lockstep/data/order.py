@@ -113,6 +113,11 @@ class Order:
         """Steps of one epoch, the last one possibly smaller."""
         return -(-self.size // self.global_batch)
 
+    def steps_left(self, start: Position) -> int:
+        """Steps until the end of the epoch a position is in (of the next one, at its very end)."""
+        consumed = 0 if start.consumed >= self.size else start.consumed
+        return -(-(self.size - consumed) // self.global_batch)
+
     def steps(self, start: Position) -> Iterator[StepPlan]:
         """The plans of all steps from a position on, without end. The last batch of an epoch keeps what is left."""
         epoch, consumed = start.epoch, start.consumed

@@ -54,20 +54,25 @@ class Block(nn.Module):
         return x + change
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        # The head shares these weights: at torch's scale of 1 its first guesses would be sure of themselves.
+        nn.init.normal_(self.weight, std=0.05)
+
+
 class GPT(nn.Module):
     """Bytes [batch, time] to logits of the next byte [batch, time, 256]."""
 
     def __init__(self, settings: LmSettings) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, settings.width)
-        self.positions = nn.Embedding(settings.context, settings.width)
+        self.tokens = Embedding(VOCABULARY, settings.width)
+        self.positions = Embedding(settings.context, settings.width)
         self.dropout = nn.Dropout(settings.dropout)
         self.blocks = nn.ModuleList(
             Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.layers)
         )
         self.norm = nn.LayerNorm(settings.width)
         self.head = nn.Linear(settings.width, VOCABULARY, bias=False)
-        self.apply(_init_weights)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -77,13 +82,6 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def _init_weights(module: nn.Module) -> None:
-    if isinstance(module, nn.Embedding | nn.Linear):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:

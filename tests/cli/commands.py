@@ -1,0 +1,98 @@
+"""Running the real command, as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+SECONDS = 100
+
+
+def lockstep(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep ARGS` in a folder to its end."""
+    return run(folder, *LOCKSTEP, *args, **environment)
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run any command in a folder to its end."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment() | environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    """Start `lockstep ARGS` in a folder and go on."""
+    return subprocess.Popen(
+        [*LOCKSTEP, *args],
+        cwd=folder,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """An environment in which no launcher, and no other test, has left anything."""
+    strange = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "SLURM_",
+        "OMPI_",
+        "PMI",
+        "LOCKSTEP_",
+        "TORCHELASTIC_",
+        "OMP_",
+    )
+    return {key: value for key, value in os.environ.items() if not key.startswith(strange)}
+
+
+def events(run_folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run so far."""
+    path = run_folder / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if kind is None or event["kind"] == kind]
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Poll until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def workers_of(run_folder: Path) -> list[psutil.Process]:
+    """The worker processes of a run that are alive."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "lockstep.launch.worker" in command and any(run_folder.name in part for part in command):
+            found.append(process)
+    return found
+
+
+def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    """Send a signal and wait for the end; returns exit code and output."""
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output

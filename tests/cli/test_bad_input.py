@@ -1,0 +1,84 @@
+"""Wrong input is one sentence on stderr and exit code 2; nothing is started, nothing is written."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+
+WRONG = [
+    ("train digts", "unknown recipe 'digts': did you mean 'digits'?"),
+    ("train digits --set globl_batch=3", "did you mean 'global_batch'?"),
+    ("train digits --set optimizer.lrr=3", "did you mean 'optimizer.lr'?"),
+    ("train digits --set lr=3", "did you mean 'optimizer.lr'?"),
+    ("train digits --set model.widht=3", "did you mean 'model.width'?"),
+    (
+        "train digits --layout dp=3 --nproc 2",
+        "needs 3 processes but there are 2: use --nproc 3, or layout dp=2 or fsdp=2",
+    ),
+    ("train digits --layout dp=2,fsdp=3 --nproc 8", "2 x 3 = 6 processes but there are 8"),
+    ("train digits --layout pp=2", "axis pp (pipeline stages) is not available"),
+    ("train digits --layout dp=x", "dp=x in layout 'dp=x' is not a size"),
+    ("train digits --set global_batch=-4", "global_batch = -4 (from --set) is not valid"),
+    ("train digits --set global_batch=many", "it has to be a whole number"),
+    ("train digits --steps -3", "steps = -3"),
+    ("train digits --nproc 0", "nproc = 0"),
+    ("train digits --set steps=2 --set epochs=3", "steps and epochs contradict each other"),
+    ("train digits --set global_batch=8 --set micro_batch=16", "micro_batch 16 is larger than global_batch 8"),
+    ("train digits --set optimizer.name=adamx", "did you mean 'adam'?"),
+    ("train digits --set optimizer.args.foo=1", "unknown argument of optimizer adamw: 'foo'"),
+    ("train digits --set optimizer.name=no.such:Thing", "cannot import the optimizer"),
+    ("train digits --set precision=fp64", "it has to be 'fp32' or 'bf16'"),
+    ("train digits --set validate_every=often", 'write "100 steps"'),
+    ("train digits --set novalue", "write --set key=value"),
+    ("train digits --set backend=nccl --device cpu", "backend nccl needs device cuda"),
+    ("train lm --set model.width=100 --set model.heads=3", "not divisible"),
+    ("train lm --set data.path=missing.txt", "missing.txt"),
+    ("train lm --set data.path=empty.txt", "empty.txt"),
+    ("train linear --set data.path=empty.txt", "leave data.path out"),
+    ("train missing.toml", "cannot read config missing.toml"),
+    ("train broken.toml", "config broken.toml is not TOML"),
+    ("train digits --run-dir foreign", "foreign is not a run folder"),
+    ("train digits --run-dir empty.txt", "empty.txt is a file"),
+    ("train digits --run-dir empty.txt/below", "cannot write to empty.txt/below: not a directory"),
+    ("train digits --run-dir /proc/nothing/here", "cannot write to /proc/nothing/here"),
+    ("train digits --name a/b", "'a/b' is not a run name"),
+    ("train digits --resume foreign", "foreign is not a checkpoint"),
+    ("run missing.py", "there is no script missing.py"),
+    ("run --layout dp=3 --nproc 2 script.py", "needs 3 processes but there are 2"),
+    ("run --set epochs=3 script.py", "unknown key 'epochs'"),
+    ("trian", "train"),
+    ("train --foo", "--foo"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("not a run")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "broken.toml").write_text("steps = = 3")
+    (tmp_path / "script.py").write_text("print('never started')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "sentence"), WRONG, ids=[command for command, _ in WRONG])
+def test_wrong_input_is_one_sentence_and_changes_nothing(command, sentence, folder, monkeypatch, capsys):
+    before = sorted(folder.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["lockstep", *shlex.split(command)])
+
+    with pytest.raises(SystemExit) as stopped:
+        main()
+
+    said = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert sentence in said.err
+    assert said.err.startswith("lockstep: ")
+    assert said.err.count("\n") == 1, "one sentence"
+    assert said.out == ""
+    assert sorted(folder.rglob("*")) == before, "nothing is written"

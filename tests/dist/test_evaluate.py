@@ -1,0 +1,116 @@
+"""`run.evaluate` counts every sample once and gives the metric of one process, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.engine import Metric
+from lockstep.layout import Layout
+from tests.parity.problems import (
+    GLOBAL_BATCH,
+    IGNORED,
+    Batch,
+    RaggedTexts,
+    Stream,
+    TinyGPT,
+    adamw,
+    fingerprint,
+    fork_loader_workers,
+    join,
+    text_loss,
+    weights,
+)
+from tests.ranks import Job, RankPool
+
+SIZES = (1, 5, 21, 97)
+MICRO_BATCH = 4
+LAYOUTS = ["dp=2", "dp=3", "dp=4", "fsdp=2", "fsdp=3", "fsdp=4", "dp=2,fsdp=2"]
+SOURCES = ("map", "stream")
+
+Results = dict[tuple[str, int], dict[str, Metric]]
+
+
+def dataset(source: str, size: int) -> Dataset[Any]:
+    return RaggedTexts(size) if source == "map" else Stream(size, shuffle=False)
+
+
+def right_labels(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = batch["y"] != IGNORED
+    return ((model(batch["x"]).argmax(-1) == batch["y"]) & counted).sum(), counted.sum()
+
+
+def samples(_model: nn.Module, batch: Batch) -> tuple[float, int]:
+    """Plain numbers, the sum of the first tokens among them: it changes with any sample left out or read twice."""
+    return float(batch["x"][:, 0].double().exp().sum()), len(batch["x"])
+
+
+def evaluate(job: Job, layout: str, workers: int = 0) -> Results:
+    fork_loader_workers()
+    metrics = {"accuracy": right_labels, "samples": samples}
+    with join(job, layout) as run:
+        run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
+        return {
+            (source, size): run.evaluate(dataset(source, size), metrics, micro_batch=MICRO_BATCH, workers=workers)
+            for source in SOURCES
+            for size in SIZES
+        }
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: RankPool) -> Results:
+    return ranks.run(evaluate, 1, "single")[0]
+
+
+def test_one_process_counts_every_sample_and_label(one_process: Results) -> None:
+    for (source, size), found in one_process.items():
+        texts = RaggedTexts(size)
+        labels = int((texts.labels != IGNORED).sum())
+        assert found["samples"].count == size
+        assert found["samples"].sum == pytest.approx(float(texts.tokens[:, 0].double().exp().sum()), rel=1e-12)
+        assert found["loss"].count == found["accuracy"].count == labels, (source, size)
+        assert found["loss"].value == pytest.approx(found["loss"].sum / labels if labels else float("nan"), nan_ok=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_metrics_over_any_number_of_samples_equal_those_of_one_process(
+    ranks: RankPool, one_process: Results, layout: str
+) -> None:
+    everybody = ranks.run(evaluate, Layout.parse(layout).world_size, layout)
+    for case, expected in one_process.items():
+        for name, metric in expected.items():
+            found = everybody[0][case][name]
+            assert found.count == metric.count, (case, name)
+            assert found.sum == pytest.approx(metric.sum, rel=1e-12, abs=1e-12), (case, name)
+    # By their text, because a mean over nothing is NaN, which equals nothing.
+    assert all(repr(rank) == repr(everybody[0]) for rank in everybody)
+
+
+def test_worker_processes_change_nothing(ranks: RankPool, one_process: Results) -> None:
+    found = ranks.run(evaluate, 2, "dp=2", workers=2)[0]
+    for case, expected in one_process.items():
+        for name, metric in expected.items():
+            assert found[case][name].count == metric.count
+            assert found[case][name].sum == pytest.approx(metric.sum, rel=1e-12, abs=1e-12)
+
+
+def evaluate_between_steps(job: Job, layout: str) -> list[str]:
+    """Fingerprints of the weights around an evaluation, and the modes the model is left in."""
+    with join(job, layout) as run:
+        engine = run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
+        for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=2, workers=0):
+            engine.step(batch)
+        before = fingerprint(weights(engine))
+        run.evaluate(RaggedTexts(21), {"accuracy": right_labels})
+        return [before, fingerprint(weights(engine)), str(engine.model.training)]
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2", "fsdp=2"])
+def test_evaluation_leaves_the_weights_alone_and_the_model_in_training(ranks: RankPool, layout: str) -> None:
+    for before, after, training in ranks.run(evaluate_between_steps, Layout.parse(layout).world_size, layout):
+        assert before == after
+        assert training == "True"

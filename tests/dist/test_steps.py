@@ -1,0 +1,435 @@
+"""What one optimizer step does in the cases that layouts usually get wrong, compared with one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.engine import Engine
+from lockstep.errors import NonFiniteError, UserError
+from lockstep.layout import Layout
+from lockstep.run import Run
+from tests.parity.problems import (
+    GLOBAL_BATCH,
+    IGNORED,
+    VOCABULARY,
+    Batch,
+    ConvNet,
+    Images,
+    Perceptron,
+    RaggedTexts,
+    Tensors,
+    TinyGPT,
+    adamw,
+    disagreeing_gradients,
+    error_of,
+    fingerprint,
+    gradients,
+    image_loss,
+    join,
+    text_loss,
+    weights,
+)
+from tests.ranks import Job, RankFailed, RankPool
+
+LAYOUTS = ["dp=2", "fsdp=2", "dp=2,fsdp=2"]
+
+
+def world_size(layout: str) -> int:
+    return Layout.parse(layout).world_size
+
+
+def texts_without_labels(first: int, end: int) -> RaggedTexts:
+    """Texts in which every sample has some label that counts, but for those from `first` to `end`."""
+    texts = RaggedTexts()
+    texts.labels[:, 0] = texts.tokens[:, 1]
+    texts.labels[first:end] = IGNORED
+    return texts
+
+
+def unshuffled(run: Run, dataset: Any, micro_batch: int, steps: int) -> Any:
+    return run.loader(dataset, GLOBAL_BATCH, micro_batch=micro_batch, steps=steps, shuffle=False, workers=0)
+
+
+# ---- Windows in which nothing counts
+
+
+def train_past_an_empty_step(job: Job, layout: str) -> tuple[list[Any], list[str], int]:
+    with join(job, layout) as run:
+        engine = run.setup(TinyGPT, text_loss, optimizer=adamw, clip=0.5)
+        results, prints = [], []
+        for batch in unshuffled(run, texts_without_labels(8, 16), micro_batch=2, steps=3):
+            out = engine.step(batch)
+            results.append((out.step, out.skipped, out.weight, out.loss))
+            prints.append(fingerprint(weights(engine)))
+        return results, prints, engine.steps_skipped
+
+
+@pytest.mark.parametrize("layout", ["single", *LAYOUTS])
+def test_a_step_in_which_nothing_counts_is_skipped_and_counted_on_every_rank(ranks: RankPool, layout: str) -> None:
+    everybody = ranks.run(train_past_an_empty_step, world_size(layout), layout)
+    for results, prints, skipped in everybody:
+        assert [(step, skip) for step, skip, _, _ in results] == [(1, False), (2, True), (3, False)]
+        assert results[1][2] == 0
+        assert prints[0] == prints[1] != prints[2]
+        assert skipped == 1
+    assert len({repr(rank) for rank in everybody}) == 1
+
+
+def one_step(job: Job, layout: str, case: str, micro_batch: int = 4) -> tuple[float, Tensors, Tensors]:
+    """Loss and gradients of one step, and the weights after it."""
+    build, loss, dataset, options = CASES[case]
+    with join(job, layout, timeout_minutes=0.25) as run:
+        engine = run.setup(build, loss, **{"optimizer": adamw, **options})
+        (batch,) = unshuffled(run, dataset(), micro_batch, steps=1)
+        out = engine.step(batch)
+        return out.loss, gradients(engine), weights(engine)
+
+
+def assert_like_one_process(ranks: RankPool, layout: str, case: str, micro_batch: int = 4) -> tuple[Tensors, Tensors]:
+    """Compares one step of a case, and returns its gradients and weights."""
+    ((expected_loss, expected, after),) = ranks.run(one_step, 1, "single", case, micro_batch)
+    for loss, found, weights_found in ranks.run(one_step, world_size(layout), layout, case, micro_batch, timeout=40):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert list(disagreeing_gradients(found, expected)) == []
+        for name, weight in after.items():
+            if not name.endswith("key.bias"):
+                torch.testing.assert_close(weights_found[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+    return expected, after
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
+def test_a_rank_of_which_nothing_counts_takes_part(ranks: RankPool, layout: str) -> None:
+    assert_like_one_process(ranks, layout, "second half ignored")
+
+
+def test_a_loss_may_return_a_constant_when_nothing_counts(ranks: RankPool) -> None:
+    assert_like_one_process(ranks, "dp=2", "constant when ignored")
+
+
+def constant_when_ignored(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
+    return text_loss(model, batch) if (batch["y"] != IGNORED).any() else (torch.zeros(()), 0)
+
+
+# ---- Numbers that are not finite
+
+
+class Root(nn.Module):
+    """A linear model of the pixels; its gradient is infinite where `sharp` meets a picture that is all zero."""
+
+    def __init__(self, sharp: bool = False) -> None:
+        super().__init__()
+        self.sharp = sharp
+        self.out = nn.Linear(49, 5, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = self.out(images.flatten(1))
+        if self.sharp:
+            scores = scores + (images.flatten(1) @ self.out.weight[:1].T).abs().sqrt()
+        return scores  # type: ignore[no-any-return]
+
+
+def train_into_a_bad_sample(
+    job: Job, layout: str, pixel: float, sharp: bool
+) -> tuple[Exception | None, list[str], int]:
+    images = Images()
+    images.pixels[13] = pixel
+    prints: list[str] = []
+    with join(job, layout) as run:
+        engine = run.setup(lambda: Root(sharp), image_loss, optimizer=adamw)
+
+        def train() -> None:
+            for batch in unshuffled(run, images, micro_batch=2, steps=3):
+                engine.step(batch)
+                prints.append(fingerprint(weights(engine)))
+
+        error = error_of(train)
+        return error, [*prints, fingerprint(weights(engine))], engine.steps_done
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "ids"),
+    [
+        ("single", 0, [8, 9, 10, 11, 12, 13, 14, 15]),
+        ("dp=2", 1, [12, 13, 14, 15]),
+        ("dp=4", 2, [12, 13]),
+        ("fsdp=2", 1, [12, 13, 14, 15]),
+    ],
+)
+def test_a_nan_in_one_sample_stops_every_rank_at_its_step_and_names_it(
+    ranks: RankPool, layout: str, rank: int, ids: list[int]
+) -> None:
+    for error, prints, steps_done in ranks.run(
+        train_into_a_bad_sample, world_size(layout), layout, float("nan"), False
+    ):
+        assert isinstance(error, NonFiniteError)
+        assert (error.what, error.step, error.rank, error.sample_ids) == ("loss", 2, rank, ids)
+        assert f"step 2 on rank {rank} (sample ids {', '.join(map(str, ids))})" in str(error)
+        assert len(prints) == 2, "no step after the first one was done"
+        assert prints[0] == prints[1], "the weights are those of the step before"
+        assert steps_done == 1
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2", "fsdp=2"])
+def test_an_infinite_gradient_of_a_finite_loss_stops_before_the_weights_change(ranks: RankPool, layout: str) -> None:
+    for error, prints, steps_done in ranks.run(train_into_a_bad_sample, world_size(layout), layout, 0.0, True):
+        assert isinstance(error, NonFiniteError)
+        assert (error.what, error.step) == ("gradient", 2)
+        assert 13 in error.sample_ids, "the samples it tells people to look at must have the bad one among them"
+        assert len(prints) == 2
+        assert prints[0] == prints[1]
+        assert steps_done == 1
+
+
+# ---- Parameters that not everybody trains
+
+
+class WithExtra(nn.Module):
+    """Has one layer that is used never, or only by micro-batches that have token 0 in front."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.inner = Perceptron()
+        self.used = used
+        self.extra = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(tokens)
+        return scores + self.extra(scores) if self.used and bool((tokens[:, 0] == 0).any()) else scores
+
+
+def first_sample_marked() -> RaggedTexts:
+    texts = texts_without_labels(0, 0)
+    texts.tokens[:, 0] = 1
+    texts.tokens[0, 0] = 0
+    return texts
+
+
+def frozen_gpt() -> nn.Module:
+    model = TinyGPT(tied=False)
+    model.embedding.weight.requires_grad_(False)
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    model.blocks[1].get_submodule("mlp").requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_parameter_that_nothing_uses_keeps_its_value_under_weight_decay(ranks: RankPool, layout: str) -> None:
+    expected, after = assert_like_one_process(ranks, layout, "extra never used", micro_batch=2)
+    assert not any(name.startswith("extra") for name in expected)
+    ((_, _, before),) = ranks.run(zero_steps, 1, "extra never used")
+    assert before["extra.weight"].equal(after["extra.weight"])
+
+
+def zero_steps(job: Job, case: str) -> tuple[None, None, Tensors]:
+    with join(job, "single") as run:
+        return None, None, weights(run.setup(CASES[case][0], text_loss, optimizer=adamw))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_a_parameter_that_only_some_ranks_use_gets_their_gradient(ranks: RankPool, micro_batch: int) -> None:
+    expected, _ = assert_like_one_process(ranks, "dp=2", "extra sometimes used", micro_batch)
+    assert expected["extra.weight"].norm() > 0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_sharded_too_a_parameter_that_only_some_ranks_use_gets_their_gradient(
+    ranks: RankPool, micro_batch: int
+) -> None:
+    assert_like_one_process(ranks, "fsdp=2", "extra sometimes used", micro_batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_parameters_stay_and_the_others_train(ranks: RankPool, layout: str) -> None:
+    expected, after = assert_like_one_process(ranks, layout, "frozen", micro_batch=2)
+    ((_, _, before),) = ranks.run(zero_steps, 1, "frozen")
+    moved = {name for name in after if not after[name].equal(before[name])}
+    assert moved == set(expected)
+    assert not any(name.startswith(("embedding", "blocks.0", "blocks.1.mlp")) for name in moved)
+    assert any(name.startswith("blocks.1.attention") for name in moved)
+
+
+# ---- What a loss function may do
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    logits, labels = model(batch["x"]), batch["y"]
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    return mean, int((labels != IGNORED).sum())
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2", "fsdp=2"])
+def test_a_mean_with_its_weight_is_as_good_as_a_sum(ranks: RankPool, layout: str) -> None:
+    ((loss, expected, _),) = ranks.run(one_step, 1, "single", "sum", 2)
+    found_loss, found, _ = ranks.run(one_step, world_size(layout), layout, "mean", 2)[0]
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert list(disagreeing_gradients(found, expected)) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2"])
+def test_a_mean_over_nothing_counts_nothing(ranks: RankPool, layout: str) -> None:
+    ((loss, expected, _),) = ranks.run(one_step, 1, "single", "second half ignored", 2)
+    found_loss, found, _ = ranks.run(one_step, world_size(layout), layout, "mean, second half ignored", 2)[0]
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert list(disagreeing_gradients(found, expected)) == []
+
+
+def test_a_mean_over_nothing_is_refused_where_the_model_is_sharded(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="a micro-batch of weight 0 has no mean loss") as failure:
+        ranks.run(one_step, 2, "fsdp=2", "mean, second half ignored", 2)
+    assert failure.value.type_name == "UserError"
+
+
+def bare_loss(model: nn.Module, batch: Batch) -> Any:
+    return text_loss(model, batch)[0]
+
+
+def loss_by_label(model: nn.Module, batch: Batch) -> Any:
+    logits, labels = model(batch["x"]), batch["y"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none"), labels.numel()
+
+
+def scaled_in_place(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = model(batch["x"]), batch["y"]
+    logits /= 2.0
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def refusal(job: Job, layout: str, case: str) -> Exception | None:
+    return error_of(lambda: one_step(job, layout, case))
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("bare loss", "the loss function returned Tensor: return \\(sum of the losses, how many of them count\\)"),
+        ("loss by label", 'a loss that is not one number: use reduction="sum"'),
+    ],
+)
+def test_a_loss_of_another_kind_is_refused_on_every_rank(ranks: RankPool, case: str, sentence: str) -> None:
+    for error in ranks.run(refusal, 2, "dp=2", case):
+        assert isinstance(error, UserError)
+        assert pytest.raises(UserError, match=sentence) is not None
+        with pytest.raises(UserError, match=sentence):
+            raise error
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
+def test_a_loss_may_change_the_output_of_the_model_in_place(ranks: RankPool, layout: str) -> None:
+    """torch's sharding loses its hook on an output that is a view, and with it all gradients, without an error."""
+    assert_like_one_process(ranks, layout, "scaled in place")
+
+
+def step_on_a_plain_batch(job: Job) -> Exception | None:
+    with join(job, "single") as run:
+        engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
+        return error_of(lambda: engine.step({"x": torch.zeros(1)}))  # type: ignore[arg-type]
+
+
+def test_a_batch_from_elsewhere_is_refused(ranks: RankPool) -> None:
+    (error,) = ranks.run(step_on_a_plain_batch, 1)
+    assert str(error) == "engine.step was given a dict: give it what run.loader(...) yields"
+
+
+Case = tuple[Callable[[], nn.Module], Any, Callable[[], Any], dict[str, Any]]
+
+CASES: dict[str, Case] = {
+    "sum": (TinyGPT, text_loss, lambda: texts_without_labels(0, 0), {}),
+    "mean": (TinyGPT, mean_loss, lambda: texts_without_labels(0, 0), {"loss_reduction": "mean"}),
+    "second half ignored": (TinyGPT, text_loss, lambda: texts_without_labels(4, 8), {}),
+    "mean, second half ignored": (TinyGPT, mean_loss, lambda: texts_without_labels(4, 8), {"loss_reduction": "mean"}),
+    "constant when ignored": (TinyGPT, constant_when_ignored, lambda: texts_without_labels(4, 8), {}),
+    "extra never used": (lambda: WithExtra(False), text_loss, first_sample_marked, {}),
+    "extra sometimes used": (lambda: WithExtra(True), text_loss, first_sample_marked, {}),
+    "frozen": (frozen_gpt, text_loss, RaggedTexts, {}),
+    "bare loss": (TinyGPT, bare_loss, RaggedTexts, {}),
+    "loss by label": (TinyGPT, loss_by_label, RaggedTexts, {}),
+    "scaled in place": (Perceptron, scaled_in_place, lambda: texts_without_labels(0, 0), {}),
+}
+
+
+# ---- How often gradients travel
+
+
+def count_gradient_sums(job: Job, layout: str, micro_batch: int) -> dict[str, int]:
+    """The collectives that add up gradients in the second step, by name; the first one also sets things up."""
+    counted: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            # Small ones are decisions and norms; these models' gradients are never that small.
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() > 64:
+                counted[name] += 1
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    with join(job, layout) as run:
+        engine = run.setup(TinyGPT, text_loss, optimizer=adamw, clip=0.5)
+        steps = iter(unshuffled(run, texts_without_labels(0, 0), micro_batch, steps=2))
+        engine.step(next(steps))
+        try:
+            for name in originals:
+                setattr(dist, name, counting(name))
+            engine.step(next(steps))
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+    return dict(counted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("dp=2", {"all_reduce": 1}),
+        ("fsdp=2", {"reduce_scatter_tensor": 3}),  # two blocks and the rest of the model
+        ("dp=2,fsdp=2", {"reduce_scatter_tensor": 3, "all_reduce": 3}),
+    ],
+)
+def test_gradients_are_summed_once_a_step_however_many_micro_batches(
+    ranks: RankPool, layout: str, expected: dict[str, int]
+) -> None:
+    data_size = world_size(layout)
+    for accumulation in (1, 4 if data_size == 2 else 2):
+        micro_batch = GLOBAL_BATCH // (data_size * accumulation)
+        assert ranks.run(count_gradient_sums, data_size, layout, micro_batch) == [expected] * data_size, accumulation
+
+
+# ---- BatchNorm
+
+
+def train_batch_norm(job: Job, layout: str, micro_batch: int) -> tuple[list[float], Tensors, Tensors]:
+    with join(job, layout) as run:
+        engine: Engine = run.setup(ConvNet, image_loss, optimizer=adamw, clip=1.0)
+        losses, first = [], {}
+        for batch in run.loader(Images(), GLOBAL_BATCH, micro_batch=micro_batch, steps=6, workers=0):
+            losses.append(engine.step(batch).loss)
+            first = first or gradients(engine)
+        return losses, first, weights(engine)
+
+
+@pytest.mark.parametrize(("layout", "micro_batch"), [("dp=2", 4), ("dp=3", 2), ("fsdp=2", 2), ("fsdp=3", 2)])
+def test_batch_norm_has_the_statistics_and_gradients_of_one_process(
+    ranks: RankPool, layout: str, micro_batch: int
+) -> None:
+    ((expected_losses, expected, after),) = ranks.run(train_batch_norm, 1, "single", micro_batch)
+    everybody = ranks.run(train_batch_norm, world_size(layout), layout, micro_batch)
+    losses, found, state = everybody[0]
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert list(disagreeing_gradients(found, expected)) == []
+    for name in after:
+        torch.testing.assert_close(state[name], after[name], rtol=1e-5, atol=1e-6, msg=name)
+    # 37 samples by 8: four steps of the first epoch are full, the fifth has 5, the sixth is the next epoch's.
+    assert int(state["norm1.num_batches_tracked"]) == 5 * (8 // micro_batch) + -(-5 // micro_batch)
+    assert not state["norm1.running_mean"].equal(torch.zeros(4))
+    assert len({fingerprint(rank[2]) for rank in everybody}) == 1
