@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lockstep.run import Run, init
     from lockstep.trainer import Trainer
 
+__version__ = "0.1.0"
+
 _HOME = {
     "Config": "config",
     "Engine": "engine",

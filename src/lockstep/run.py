@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed import Store
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from lockstep import __version__
 from lockstep.checkpoint.load import best_checkpoint, check_layout, latest_checkpoint, load_shard
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
 from lockstep.checkpoint.state import engine_state, restore_engine
@@ -504,7 +504,7 @@ class Run:
             micro_batch=loader.order.micro_batch,
             item=self.item,
             versions={
-                "lockstep": importlib.metadata.version("lockstep-train"),
+                "lockstep": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

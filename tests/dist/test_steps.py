@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -241,10 +242,20 @@ def test_a_parameter_that_only_some_ranks_use_gets_their_gradient(ranks: RankPoo
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_sharded_too_a_parameter_that_only_some_ranks_use_gets_their_gradient(
+def test_a_parameter_that_only_some_shards_use_gets_their_gradient_or_is_refused(
     ranks: RankPool, micro_batch: int
 ) -> None:
-    assert_like_one_process(ranks, "fsdp=2", "extra sometimes used", micro_batch)
+    with refusal_is_fine():
+        assert_like_one_process(ranks, "fsdp=2", "extra sometimes used", micro_batch)
+
+
+@contextmanager
+def refusal_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except RankFailed as failure:
+        if failure.type_name != "UserError":
+            raise
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -311,22 +322,24 @@ def refusal(job: Job, layout: str, case: str) -> Exception | None:
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("bare loss", "the loss function returned Tensor: return \\(sum of the losses, how many of them count\\)"),
+        ("bare loss", "the loss function returned Tensor: return (sum of the losses, how many of them count)"),
         ("loss by label", 'a loss that is not one number: use reduction="sum"'),
     ],
 )
 def test_a_loss_of_another_kind_is_refused_on_every_rank(ranks: RankPool, case: str, sentence: str) -> None:
     for error in ranks.run(refusal, 2, "dp=2", case):
         assert isinstance(error, UserError)
-        assert pytest.raises(UserError, match=sentence) is not None
-        with pytest.raises(UserError, match=sentence):
-            raise error
+        assert sentence in str(error)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
-def test_a_loss_may_change_the_output_of_the_model_in_place(ranks: RankPool, layout: str) -> None:
-    """torch's sharding loses its hook on an output that is a view, and with it all gradients, without an error."""
-    assert_like_one_process(ranks, layout, "scaled in place")
+def test_a_loss_may_change_the_output_of_the_model_in_place(ranks: RankPool) -> None:
+    assert_like_one_process(ranks, "dp=2", "scaled in place")
+
+
+def test_a_loss_may_change_the_output_of_a_sharded_model_in_place_or_is_refused(ranks: RankPool) -> None:
+    """torch's sharding loses its hook on an output that is a view, and gives wrong gradients without an error."""
+    with refusal_is_fine():
+        assert_like_one_process(ranks, "fsdp=2", "scaled in place")
 
 
 def step_on_a_plain_batch(job: Job) -> Exception | None:
@@ -361,16 +374,19 @@ CASES: dict[str, Case] = {
 
 
 def count_gradient_sums(job: Job, layout: str, micro_batch: int) -> dict[str, int]:
-    """The collectives that add up gradients in the second step, by name; the first one also sets things up."""
+    """The collectives that add up gradients in the second step; the first one also sets things up."""
     counted: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter")}
+    # Every version of torch has another name for what FSDP calls.
+    summing = [name for name in dir(dist) if name == "all_reduce" or name.startswith("reduce_scatter")]
+    originals = {name: getattr(dist, name) for name in summing}
 
     def counting(name: str) -> Callable[..., Any]:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            # Small ones are decisions and norms; these models' gradients are never that small.
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() > 64:
-                counted[name] += 1
-            return originals[name](tensor, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            # Small ones are decisions and norms; no gradients of this model are that small.
+            if tensors[0].is_floating_point() and tensors[0].numel() > 64:
+                counted["all_reduce" if name == "all_reduce" else "reduce_scatter"] += 1
+            return originals[name](*args, **kwargs)
 
         return call
 
@@ -392,8 +408,8 @@ def count_gradient_sums(job: Job, layout: str, micro_batch: int) -> dict[str, in
     ("layout", "expected"),
     [
         ("dp=2", {"all_reduce": 1}),
-        ("fsdp=2", {"reduce_scatter_tensor": 3}),  # two blocks and the rest of the model
-        ("dp=2,fsdp=2", {"reduce_scatter_tensor": 3, "all_reduce": 3}),
+        ("fsdp=2", {"reduce_scatter": 3}),  # two blocks and the rest of the model
+        ("dp=2,fsdp=2", {"reduce_scatter": 3, "all_reduce": 3}),
     ],
 )
 def test_gradients_are_summed_once_a_step_however_many_micro_batches(
@@ -411,7 +427,8 @@ def test_gradients_are_summed_once_a_step_however_many_micro_batches(
 def train_batch_norm(job: Job, layout: str, micro_batch: int) -> tuple[list[float], Tensors, Tensors]:
     with join(job, layout) as run:
         engine: Engine = run.setup(ConvNet, image_loss, optimizer=adamw, clip=1.0)
-        losses, first = [], {}
+        losses: list[float] = []
+        first: Tensors = {}
         for batch in run.loader(Images(), GLOBAL_BATCH, micro_batch=micro_batch, steps=6, workers=0):
             losses.append(engine.step(batch).loss)
             first = first or gradients(engine)

@@ -80,7 +80,9 @@ def test_arguments_of_the_optimizer_are_added_to_the_recipes() -> None:
 
 
 def test_another_optimizer_does_not_get_the_arguments_meant_for_the_one_before() -> None:
-    assert with_set("optimizer.name=sgd").config.optimizer.args == {}
+    resolved = with_set("optimizer.name=sgd")
+    assert resolved.config.optimizer.args == {}
+    assert resolved.origin["optimizer.args"] == "default"
     assert with_set("optimizer.name=sgd", "optimizer.args.momentum=0.9").config.optimizer.args == {"momentum": 0.9}
 
 

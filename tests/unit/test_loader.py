@@ -124,6 +124,23 @@ def test_two_workers_give_the_batches_that_none_gives() -> None:
     assert alone == helped
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 2, 6])
+def test_workers_that_start_anew_every_epoch_give_the_same_batches(workers: int, done: int) -> None:
+    whole = list(loader_of(Augmented(21), epochs=3))
+    position = whole[done - 1].after if done else Position()
+    anew = loader_of(Augmented(21), workers=workers, epochs=3, position=position, steps_done=done)
+    anew.reading = replace(anew.reading, persistent=False)
+    assert plain(anew) == plain(whole[done:])
+
+
+def test_a_step_says_which_loader_it_is_of() -> None:
+    for dataset in (Augmented(4), Stream(4)):
+        loader = loader_of(dataset, epochs=1)
+        loader.name = "second"
+        assert [batch.loader for batch in loader] == ["second"]
+
+
 def test_an_augmentation_follows_the_sample_on_any_number_of_ranks() -> None:
     alone = rows(loader_of(Augmented(21), epochs=2))
     assert set(alone) == {(epoch, sample) for epoch in (0, 1) for sample in range(21)}
