@@ -64,15 +64,16 @@ class Cadence:
         if self.unit == "epochs":
             if steps_per_epoch is None:
                 return False
-            every = max(1, round(self.amount * steps_per_epoch))
-            return step % every == 0
+            # Whole parts done now and a step ago: so the parts never drift away from the epochs' ends.
+            now, before = (round(at / (self.amount * steps_per_epoch), 9) // 1 for at in (step, step - 1))
+            return now > before
         return self.unit == "minutes" and minutes_since_last >= self.amount
 
 
 class Section(BaseModel):
     """A table of the config: no unknown keys, no silent conversion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class OptimizerConfig(Section):
@@ -222,14 +223,35 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
                 origin.pop(EXCLUSIVE[key], None)
             if key == "optimizer.name" and value != merged.get("optimizer", {}).get("name", value):
                 merged["optimizer"].pop("args", None)  # they were meant for the optimizer before
-            _put(merged, key, value)
+                origin.pop("optimizer.args", None)
+            try:
+                _put(merged, key, value)
+            except TypeError:
+                raise UserError(
+                    f"{key} (from {layer.source}) is not a key", "what stands before a dot is a table"
+                ) from None
             origin[key] = layer.source
-    config = _checked(Config, merged, origin)
+    if recipe:
+        _make_room(merged, origin, layers[0].source)
+    settings_keys = [f"model.{name}" for name in recipe.model_settings.model_fields] if recipe else []
+    config = _checked(Config, merged, origin, also=settings_keys)
     if recipe:
         settings = _checked(recipe.model_settings, config.model, origin, prefix="model.")
         config = config.model_copy(update={"model": settings.model_dump()})
     everything = {key: origin.get(key, "default") for key, _ in flatten(config.model_dump())}
     return Resolved(config, everything)
+
+
+def _make_room(values: Nested, origin: dict[str, str], recipe: str) -> None:
+    """Let what a recipe chose for its own size give way to a smaller run the user asked for."""
+    steps, warmup = values.get("steps"), values.get("schedule", {}).get("warmup_steps", 0)
+    if origin.get("schedule.warmup_steps") == recipe and isinstance(steps, int) and 0 < steps <= warmup:
+        values["schedule"]["warmup_steps"] = steps // 10
+        origin["schedule.warmup_steps"] = f"{recipe}, shortened to fit {steps} steps"
+    batch, micro_batch = values.get("global_batch"), values.get("micro_batch", 0)
+    if origin.get("micro_batch") == recipe and isinstance(batch, int) and 0 < batch < micro_batch:
+        values["micro_batch"] = batch
+        origin["micro_batch"] = f"{recipe}, cut down to global_batch"
 
 
 def read_toml(path: Path) -> Nested:
@@ -243,7 +265,10 @@ def read_toml(path: Path) -> Nested:
 
 
 def parse_assignments(assignments: Sequence[str]) -> Nested:
-    """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text."""
+    """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text.
+
+    The word unset takes a value away: `--set clip=unset`.
+    """
     values: Nested = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -252,7 +277,7 @@ def parse_assignments(assignments: Sequence[str]) -> Nested:
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            value = text.strip()
+            value = None if text.strip() == "unset" else text.strip()
         try:
             _put(values, key.strip(), value)
         except TypeError:
@@ -272,7 +297,8 @@ def to_toml(config: LaunchConfig) -> str:
 
 def from_toml(path: Path) -> Config:
     """The config a run folder holds."""
-    return resolve([Layer(str(path), read_toml(path))]).config
+    values = read_toml(path)  # every value is there: the recipe's defaults must not fill in what was unset
+    return _checked(Config, values, {key: str(path) for key, _ in flatten(values)})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -292,7 +318,10 @@ def _put(values: Nested, dotted: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise TypeError(dotted)
     if dotted == "optimizer.args" and isinstance(value, dict):
-        value = {**values.get(leaf, {}), **value}
+        before = values.get(leaf, {})
+        if not isinstance(before, dict):
+            raise TypeError(dotted)
+        value = {**before, **value}
     values[leaf] = value
 
 
@@ -304,7 +333,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -325,21 +354,25 @@ def launch_config(values: Nested) -> LaunchConfig:
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _checked(model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "") -> Model:
+def _checked(
+    model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "", also: Sequence[str] = ()
+) -> Model:
     try:
         return model.model_validate(values, strict=True)
     except ValidationError as error:
-        raise _sentence(error, model, origin, prefix) from None
+        raise _sentence(error, model, origin, prefix, also) from None
 
 
-def _sentence(error: ValidationError, model: type[BaseModel], origin: Mapping[str, str], prefix: str = "") -> UserError:
+def _sentence(
+    error: ValidationError, model: type[BaseModel], origin: Mapping[str, str], prefix: str, also: Sequence[str]
+) -> UserError:
     """The first mistake pydantic found, in a user's words."""
     first = error.errors()[0]
     key = prefix + ".".join(str(part) for part in first["loc"])
     source = origin.get(key) or next((origin[k] for k in origin if k.startswith(f"{key}.")), None)
     where = f" (from {source})" if source else ""
     if first["type"] == "extra_forbidden":
-        known = _keys(model, prefix)
+        known = [*_keys(model, prefix), *also]
         same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
         close = same_leaf[0] if same_leaf else nearest(key, known)
         fix = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}"
@@ -357,7 +390,7 @@ def _sentence(error: ValidationError, model: type[BaseModel], origin: Mapping[st
     ):
         if message.startswith(pydantic_text):
             message = f"it has to be {ours}"
-    message = message.replace("Input should be", "it has to be")
+    message = message.replace("Input should be", "it has to be").replace("String should", "it has to")
     return UserError(f"{key} = {first['input']!r}{where} is not valid", message)
 
 
@@ -381,6 +414,6 @@ def for_world(resolved: Resolved, world_size: int) -> Resolved:
         values = resolved.config.model_dump()
         values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
         source = f"batch_per_device {per_device} x {layout.data_size} devices"
-        origin = {**resolved.origin, "global_batch": source}
+        origin = {**resolved.origin, "global_batch": source, "batch_per_device": "default"}
         resolved = Resolved(_checked(Config, values, origin), origin)
     return resolved

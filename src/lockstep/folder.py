@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +76,14 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
 
 def create_folder(folder: RunFolder, config: LaunchConfig) -> None:
     """Make the folder and write its config; a disk that cannot be written to is refused."""
-    made = next((path for path in (folder.path, *folder.path.parents) if path.exists()), Path("."))
+    made = [path for path in (folder.path / "logs", folder.path, *folder.path.parents) if not path.exists()]
     try:
         (folder.path / "logs").mkdir(parents=True, exist_ok=True)
         write_config(folder.path, config)
     except OSError as error:
-        _remove_empty(folder.path, made)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
         raise UserError(
             f"cannot write to {folder.path}",
             f"{(error.strerror or str(error)).lower()}; give another --run-dir",
@@ -90,8 +93,12 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> None:
 def write_config(folder: Path, config: LaunchConfig) -> None:
     """Store the resolved config in a run folder, all of it or nothing."""
     temporary = folder / f".{CONFIG}.{os.getpid()}"
-    temporary.write_text(to_toml(config), encoding="utf-8")
-    temporary.replace(folder / CONFIG)
+    try:
+        temporary.write_text(to_toml(config), encoding="utf-8")
+        temporary.replace(folder / CONFIG)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def check_same_training(folder: RunFolder, config: Config) -> None:
@@ -137,15 +144,3 @@ def _last_kind(events: Path) -> str | None:
 def _attempts(path: Path) -> int:
     events = path / EVENTS
     return max([1, *(event["attempt"] for event in read_events(events))]) if events.exists() else 1
-
-
-def _remove_empty(path: Path, until: Path) -> None:
-    """Take back the folders that a failed creation made."""
-    while path != until and until in path.parents:
-        try:
-            for leftover in (path / "logs", path):
-                if leftover.exists():
-                    leftover.rmdir()
-        except OSError:
-            return
-        path = path.parent

@@ -76,7 +76,7 @@ class Layout:
             layout = replace(self, **{self.auto: world_size // self.world_size}, auto=None)
         if layout.auto or layout.world_size != world_size:
             raise UserError(
-                f"layout {self} needs {self._arithmetic()} processes but there {_are(world_size)}",
+                f"layout {self} needs {self._arithmetic()} but there {_are(world_size)}",
                 f"use --nproc {self.world_size}{' or a multiple of it' if self.auto else ''}, "
                 f"or layout {' or '.join(map(str, _closest_layouts(self, world_size)))}",
             )
@@ -119,8 +119,10 @@ class Layout:
         named = [self.size(field.name) for field in fields(self) if field.name != "auto" and self.size(field.name) > 1]
         product = " x ".join(map(str, named)) or "1"
         if self.auto:
-            return f"a multiple of {product}"
-        return product if len(named) < 2 else f"{product} = {self.world_size}"
+            return f"a multiple of {product} processes"
+        if len(named) < 2:
+            return f"{product} process{'es' if named else ''}"
+        return f"{product} = {self.world_size} processes"
 
     def __str__(self) -> str:
         parts = [

@@ -23,9 +23,11 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     optimizer = _find(config.name)
     # TOML knows lists only, and some optimizers insist on tuples.
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in config.args.items()}
-    known = list(inspect.signature(optimizer).parameters)[1:]
+    parameters = list(inspect.signature(optimizer).parameters.values())[1:]
+    known = [parameter.name for parameter in parameters]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name in arguments:
-        if name not in known and "kwargs" not in known:
+        if name not in known and not takes_any:
             raise unknown(f"argument of optimizer {config.name}:", name, known)
     try:
         optimizer([torch.nn.Parameter(torch.zeros(1))], lr=config.lr, **arguments)
@@ -62,6 +64,9 @@ def _find(name: str) -> Any:
         raise unknown("optimizer", name, [*OPTIMIZERS, "package.module:Class"])
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"cannot import the optimizer {name}", f"write package.module:Class ({error})") from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f"{name} is not an optimizer", "name a class that derives from torch.optim.Optimizer")
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,26 +76,34 @@ def live(
     steps: int = STEPS,
 ) -> Life:
     """Join a run and train; leave it unfinished after `stop_after` steps, else do all of them."""
-    run = join(job, layout, run_dir, meeting=f"{run_dir.name}-{life}")
-    engine = run.setup(
-        lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw, clip=0.5, schedule=lambda step: 1 / (1 + step)
-    )
-    seen = Life(engine.steps_done + 1, [], [], [], fingerprint(weights(engine)), run.best)
-    dataset = Stream() if stream else RaggedTexts()
-    for batch in run.loader(dataset, GLOBAL_BATCH, micro_batch=2, steps=steps, workers=workers):
-        out = engine.step(batch)
-        seen.losses.append(out.loss)
-        seen.ids.append([sample for part in batch.micro_batches if not part.filler for sample in part.ids])
-        seen.draws.append(torch.rand(()).item())
-        if evaluate:
-            run.evaluate(RaggedTexts(5))
-        if out.step in save_after:
-            run.save()
-        if out.step == stop_after:
-            break
-    seen.weights = fingerprint(weights(engine))
-    run.leave()
+    with unfinished(join(job, layout, run_dir, meeting=f"{run_dir.name}-{life}")) as run:
+        engine = run.setup(
+            lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw, clip=0.5, schedule=lambda step: 1 / (1 + step)
+        )
+        seen = Life(engine.steps_done + 1, [], [], [], fingerprint(weights(engine)), run.best)
+        dataset = Stream() if stream else RaggedTexts()
+        for batch in run.loader(dataset, GLOBAL_BATCH, micro_batch=2, steps=steps, workers=workers):
+            out = engine.step(batch)
+            seen.losses.append(out.loss)
+            seen.ids.append([sample for part in batch.micro_batches if not part.filler for sample in part.ids])
+            seen.draws.append(torch.rand(()).item())
+            if evaluate:
+                run.evaluate(RaggedTexts(5))
+            if out.step in save_after:
+                run.save()
+            if out.step == stop_after:
+                break
+        seen.weights = fingerprint(weights(engine))
     return seen
+
+
+@contextmanager
+def unfinished(run: Run) -> Iterator[Run]:
+    """Leave the run so that it can be continued."""
+    try:
+        yield run
+    finally:
+        run.leave()
 
 
 # ---- The same bits
@@ -166,16 +173,15 @@ def test_another_seed_is_another_run(ranks: RankPool) -> None:
 
 def save_before_the_step(job: Job, run_dir: Path) -> tuple[Life, Life]:
     """Saves when the loader has handed out the fourth step but nobody has done it."""
-    run = join(job, "single", run_dir, meeting="1")
-    engine = run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
     ids: list[list[int]] = []
-    for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=STEPS, workers=0):
-        if len(ids) == 3:
-            run.save()
-            break
-        engine.step(batch)
-        ids.append([sample for part in batch.micro_batches for sample in part.ids])
-    run.leave()
+    with unfinished(join(job, "single", run_dir, meeting="1")) as run:
+        engine = run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
+        for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=STEPS, workers=0):
+            if len(ids) == 3:
+                run.save()
+                break
+            engine.step(batch)
+            ids.append([sample for part in batch.micro_batches for sample in part.ids])
     return Life(1, [], ids, [], ""), live(job, "single", run_dir, life=2)
 
 
@@ -274,7 +280,7 @@ def die_while_saving(job: Job, layout: str, run_dir: Path) -> list[str]:
     original = lockstep.checkpoint.save._commit
     live(job, layout, run_dir, stop_after=3, save_after=(3,))
     try:
-        lockstep.checkpoint.save._commit = killed
+        lockstep.checkpoint.save._commit = killed  # type: ignore[assignment]
         with pytest.raises((KeyboardInterrupt, RuntimeError)):
             live(job, layout, run_dir, life=2, save_after=(6,))
     finally:
@@ -329,11 +335,8 @@ def no_unpickling() -> Iterator[None]:
 
 
 def resume_without_pickle(job: Job, layout: str, run_dir: Path) -> int:
-    with no_unpickling():
-        run = join(job, layout, run_dir, meeting="2")
-        engine = run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
-        run.leave()
-    return engine.steps_done
+    with no_unpickling(), unfinished(join(job, layout, run_dir, meeting="2")) as run:
+        return run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw).steps_done
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp=2"])
@@ -382,10 +385,8 @@ def test_another_number_of_shards_is_refused_in_one_sentence(ranks: RankPool, tm
 
 
 def other_model(job: Job, run_dir: Path) -> Exception | None:
-    run: Run = join(job, "single", run_dir, meeting="2")
-    error = error_of(lambda: run.setup(lambda: TinyGPT(tied=False), text_loss, optimizer=adamw))
-    run.leave()
-    return error
+    with unfinished(join(job, "single", run_dir, meeting="2")) as run:
+        return error_of(lambda: run.setup(lambda: TinyGPT(tied=False), text_loss, optimizer=adamw))
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
@@ -398,14 +399,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(ranks: RankPool, tmp_p
 def save_often(job: Job, layout: str, run_dir: Path) -> list[list[str]]:
     """Saves after each of six steps; the second is the best so far, the fourth the best of all."""
     on_disk = []
-    with join(job, layout, run_dir, meeting="1") as run:
+    with unfinished(join(job, layout, run_dir, meeting="1")) as run:
         run.keep_checkpoints(2)
         engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
         for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=6, workers=0):
             step = engine.step(batch).step
             run.save(best_loss={2: 3.5, 4: 3.25}.get(step))
             on_disk.append(sorted(path.name for path in (run_dir / "checkpoints").iterdir()))
-        run.leave()
     return on_disk
 
 
@@ -430,25 +430,24 @@ def test_the_best_checkpoint_outlives_many_later_ones(ranks: RankPool, tmp_path:
     assert on_disk[5] == ["best.json", "step-00000004", "step-00000005", "step-00000006"]
 
 
-def fill_the_disk(job: Job, run_dir: Path) -> list[Any]:
+def fill_the_disk(job: Job, run_dir: Path) -> list[Exception | None]:
     """The second rank cannot write its shard of step 2."""
     original = lockstep.checkpoint.save._write_shard
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    with join(job, "fsdp=2", run_dir, meeting="1") as run:
+    errors: list[Exception | None] = []
+    with unfinished(join(job, "fsdp=2", run_dir, meeting="1")) as run:
         engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
-        errors = []
         for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=2, workers=0):
             step = engine.step(batch).step
             try:
                 if step == 2 and job.rank == 1:
-                    lockstep.checkpoint.save._write_shard = full
+                    lockstep.checkpoint.save._write_shard = full  # type: ignore[assignment]
                 errors.append(error_of(run.save))
             finally:
                 lockstep.checkpoint.save._write_shard = original
-        run.leave()
     return errors
 
 
@@ -460,4 +459,3 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_la
         assert isinstance(failed, OSError)
         assert "rank 1 could not write shard-00001.safetensors" in str(failed)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
-    shutil.rmtree(tmp_path / "run")

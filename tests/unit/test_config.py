@@ -168,7 +168,7 @@ MISTAKES = [
     (["steps=0"], "steps = 0 (from --set) is not valid: it has to be greater than 0"),
     (["seed=-1"], "seed = -1 (from --set) is not valid: it has to be greater than or equal to 0"),
     (["data.workers=-1"], "data.workers = -1 (from --set) is not valid: it has to be greater than or equal to 0"),
-    (["optimizer.lr=nan"], "optimizer.lr = nan (from --set) is not valid: it has to be greater than 0"),
+    (["optimizer.lr=nan"], "optimizer.lr = nan (from --set) is not valid: it has to be a finite number"),
     (["schedule.final=2"], "schedule.final = 2 (from --set) is not valid: it has to be less than or equal to 1"),
     (["precision=fp16"], "precision = 'fp16' (from --set) is not valid: it has to be 'fp32' or 'bf16'"),
     (
@@ -501,3 +501,19 @@ def test_a_layout_that_does_not_fit_the_processes_is_refused() -> None:
 def test_a_batch_per_device_that_cannot_hold_a_micro_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"^micro_batch 8 is larger than global_batch 4: lower one of them$"):
         for_world(with_set("batch_per_device=2"), 2)
+
+
+def test_what_a_recipe_chose_gives_way_to_a_smaller_run() -> None:
+    resolved = resolve([Layer("the command line", {"steps": 10, "global_batch": 4})])
+    assert resolved.config.schedule.warmup_steps == 1
+    assert resolved.origin["schedule.warmup_steps"] == "recipe lm, shortened to fit 10 steps"
+    assert resolved.config.micro_batch == 4
+
+
+def test_what_the_user_chose_does_not_give_way() -> None:
+    with pytest.raises(UserError, match=r"schedule\.warmup_steps 20 leaves nothing of 10 steps"):
+        resolve([Layer("a file", {"steps": 10, "schedule": {"warmup_steps": 20}})])
+
+
+def test_a_value_can_be_taken_away() -> None:
+    assert resolve([Layer("--set", parse_assignments(["clip=unset"]))]).config.clip is None

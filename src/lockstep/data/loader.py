@@ -91,6 +91,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
+            if batch.samples == 0:
+                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             self.before_step()
             self.position = batch.after
             self.steps_done += 1
@@ -112,8 +114,10 @@ class Loader:
             stream,
             batch_size=None,
             num_workers=min(1, self.reading.workers),
+            prefetch_factor=self.reading.prefetch if self.reading.workers else None,
             collate_fn=_same,
             pin_memory=self.reading.pin,
+            generator=torch.Generator(),
         )
         limit = None if self.steps is None else max(0, self.steps - self.steps_done)
         return islice(iter(loader), limit)
@@ -189,6 +193,7 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
         num_workers=reading.workers,
         prefetch_factor=reading.prefetch if reading.workers else None,
         pin_memory=reading.pin,
+        generator=torch.Generator(),  # else it draws its workers' seed from the training's stream
     )
     return iter(loader)
 
@@ -214,7 +219,9 @@ class _StreamSteps(IterableDataset[StepBatch]):
                 mine = self._take(step, ids)
                 yield StepBatch(mine, self.order.global_batch, len(step), epoch, Position(epoch, consumed))
             if consumed == 0:
-                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
+                # The loader refuses it: a UserError raised in a worker process arrives as a RuntimeError.
+                yield StepBatch([], self.order.global_batch, 0, epoch, Position(epoch, 0))
+                return
             epoch, skip = epoch + 1, 0
 
     def _take(self, step: list[Any], ids: Ids) -> list[MicroBatch]:
@@ -233,7 +240,9 @@ def _stream_evaluation(dataset: Any, order: Order, collate: Collate) -> Iterator
         if count % order.data_size == order.data_rank:
             yield _collated(plan, step, collate)
         count += 1
-    if first and order.equal_counts and count % order.data_size and order.data_rank >= count % order.data_size:
+    if first is None:
+        raise UserError("the evaluation stream gave no sample", "check what the iterable dataset reads")
+    if order.equal_counts and count % order.data_size and order.data_rank >= count % order.data_size:
         yield _collated(replace(first[0], filler=True), first[1], collate)
 
 
@@ -247,10 +256,10 @@ def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
     The stream draws from a random state of its own, the same on every rank: drawing from the training's would make
     the ranks disagree about the order.
     """
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
     with _kept_random_state():
         seed_everything(seed_of(seed, "stream", epoch))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         iterator = iter(dataset)
         state = _random_state()
     while True:
