@@ -10,7 +10,6 @@ validate, save, show a sample, end
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterator
 
@@ -19,18 +18,8 @@ from lockstep.data.loader import Loader
 from lockstep.engine import Engine, Metric, StepResult
 from lockstep.folder import write_config
 from lockstep.optim import optimizer_factory, schedule_function
-from lockstep.recipes.catalog import find_recipe
-from lockstep.recipes.task import Task
+from lockstep.recipes.task import task_of
 from lockstep.run import Run, init
-
-
-def task_of(config: Config) -> Task:
-    """The model, loss and data of the recipe a config names."""
-    recipe = find_recipe(config.recipe)
-    module = importlib.import_module(recipe.module)
-    task = module.task(recipe.model_settings(**config.model), config.data.path, config.seed)
-    assert isinstance(task, Task)
-    return task
 
 
 class Trainer:

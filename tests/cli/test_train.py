@@ -34,6 +34,30 @@ for batch in run.loader(WithOneBadSample(), global_batch=8, micro_batch=4):
 """
 
 
+SPAWN_SCRIPT = """
+import socket, sys, torch, lockstep
+from torch import nn
+
+def train(rank, port):
+    run = lockstep.init(rank=rank, world_size=2, head=f"127.0.0.1:{port}", name="spawned")
+    engine = run.setup(
+        lambda: nn.Linear(4, 1),
+        lambda model, x: (model(x).square().sum(), len(x)),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    for batch in run.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), global_batch=8, steps=3,
+                            collate=lambda samples: torch.stack([x for x, in samples])):
+        engine.step(batch)
+    run.close()
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train, (port,), nprocs=2)
+"""
+
+
 def losses(run_folder: Path) -> list[float]:
     return [event["loss"] for event in events(run_folder, "step")]
 
@@ -87,7 +111,7 @@ def test_the_same_command_gives_the_same_bits_and_the_next_number(trained):
 def test_dry_run_prints_every_value_with_its_source_and_writes_nothing(tmp_path):
     done = lockstep(tmp_path, "train", "digits", "--set", "seed=7", "--dry-run", COLUMNS="160")
     assert done.returncode == 0
-    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    rows = {line.split()[0]: line.rstrip() for line in done.stdout.splitlines() if line.strip()}
     assert rows["seed"].split() == ["seed", "7", "--set"]
     assert rows["global_batch"].endswith("recipe digits")
     assert rows["keep"].endswith("default")
@@ -165,21 +189,33 @@ def test_a_failing_rank_is_named_with_its_cause(tmp_path, body, verdict):
     assert "Traceback" not in done.stdout + done.stderr, "that is in the log"
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        (sys.executable,),
-        (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        (sys.executable, "-m", "lockstep.cli", "run", "--layout", "fsdp=2"),
-    ],
-    ids=["plain python", "torchrun", "lockstep run"],
-)
-def test_one_script_runs_unchanged_under_every_launcher(launcher, tmp_path):
-    done = run(tmp_path, *launcher, str(EXAMPLES / "digits.py"))
+def test_one_script_runs_unchanged_under_every_launcher_with_the_same_numbers(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    launchers = {
+        "plain python": (sys.executable,),
+        "torchrun": torchrun,
+        "lockstep run": (sys.executable, "-m", "lockstep.cli", "run", "--layout", "fsdp=2"),
+    }
+    first_losses = {}
+    for name, launcher in launchers.items():
+        (tmp_path / name).mkdir()
+        done = run(tmp_path / name, *launcher, str(EXAMPLES / "digits.py"))
+        assert done.returncode == 0, done.stderr
+        assert "step 200: 9" in done.stdout
+        assert "of 359 right" in done.stdout
+        first_losses[name] = losses(tmp_path / name / "runs" / "digits")[:10]
+        assert len(first_losses[name]) == 10
+    assert first_losses["torchrun"] == pytest.approx(first_losses["plain python"], rel=1e-6)
+    assert first_losses["lockstep run"] == pytest.approx(first_losses["plain python"], rel=1e-6)
+
+
+def test_ranks_that_a_script_spawned_itself_train_together(tmp_path):
+    (tmp_path / "spawn.py").write_text(SPAWN_SCRIPT)
+    done = run(tmp_path, sys.executable, "spawn.py")
     assert done.returncode == 0, done.stderr
-    assert "step 200: 9" in done.stdout
-    assert "of 359 right" in done.stdout
-    assert losses(tmp_path / "runs" / "digits")[:2] == pytest.approx([2.3052, 2.2821], rel=1e-3)
+    folder = tmp_path / "runs" / "spawned"
+    assert events(folder, "start")[0]["layout"] == "dp=2"
+    assert len(losses(folder)) == 3
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def _check_with_torch(resolved: Resolved) -> int:
 
     from lockstep.data.loader import dataset_size
     from lockstep.optim import optimizer_factory
-    from lockstep.trainer import task_of
+    from lockstep.recipes.task import task_of
 
     task = task_of(resolved.config)
     dataset_size(task.train, "training")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from lockstep.config import Config
+from lockstep.recipes.catalog import find_recipe
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,12 @@ class Task:
 
     All ranks call it together. It draws from a generator of its own, so that all do the same forwards.
     """
+
+
+def task_of(config: Config) -> Task:
+    """The model, loss and data of the recipe a config names."""
+    recipe = find_recipe(config.recipe)
+    module = importlib.import_module(recipe.module)
+    task = module.task(recipe.model_settings(**config.model), config.data.path, config.seed)
+    assert isinstance(task, Task)
+    return task
