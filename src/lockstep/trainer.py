@@ -11,9 +11,10 @@ validate, save, show a sample, end
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from lockstep.config import Cadence, Config
+from lockstep.config import Cadence, Config, Layer, resolve
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, Metric, StepResult
 from lockstep.folder import write_config
@@ -23,10 +24,14 @@ from lockstep.run import Run, init
 
 
 class Trainer:
-    """Trains a recipe. `fit()` goes to the end; iterating it gives every step's result to the code in between."""
+    """Trains a recipe. `fit()` goes to the end; iterating it gives every step's result to the code in between.
 
-    def __init__(self, config: Config, run: Run | None = None) -> None:
-        self.config = config
+    lockstep.Trainer({"recipe": "digits", "epochs": 5}).fit()
+    """
+
+    def __init__(self, config: Config | Mapping[str, Any], run: Run | None = None) -> None:
+        if not isinstance(config, Config):
+            config = resolve([Layer("the script", dict(config))]).config
         self.run = run or init(
             config.layout,
             name=config.name or config.recipe,
@@ -36,6 +41,11 @@ class Trainer:
             share_gpu=config.share_gpu,
             timeout_minutes=config.timeout_minutes,
         )
+        if config.batch_per_device is not None:
+            global_batch = config.batch_per_device * self.run.layout.data_size
+            config = config.model_copy(update={"global_batch": global_batch, "batch_per_device": None})
+        self.config = config
+        self.last_validation: dict[str, Metric] = {}
         self.run.keep_checkpoints(config.keep)
         self.run.status("reading the data")
         self.task = task_of(config)
@@ -53,8 +63,6 @@ class Trainer:
             pass
         return self.last_validation
 
-    last_validation: dict[str, Metric] = {}
-
     def __iter__(self) -> Iterator[StepResult]:
         run, engine = self.run, self.engine
         if self.task.baseline:
@@ -63,6 +71,8 @@ class Trainer:
         for batch in self.loader:
             out = engine.step(batch)
             yield out
+            if out.step == self.loader.total_steps:
+                break  # the end validates and saves in any case
             if self._due(self._validate_every, "validate", self._validated, out.step):
                 self.validate()
             if self._due(self._save_every, "save", self._saved, out.step) and self._saved_step != out.step:
@@ -129,8 +139,9 @@ class Trainer:
             prefetch=data.prefetch,
             persistent=data.persistent,
         )
-        if config.micro_batch != loader.order.micro_batch and self.run.is_main:
-            write_config(self.run.folder.path, config.model_copy(update={"micro_batch": loader.order.micro_batch}))
+        if self.run.is_main:
+            settled = {"micro_batch": loader.order.micro_batch, "layout": str(self.run.layout)}
+            write_config(self.run.folder.path, config.model_copy(update=settled))
         return loader
 
     def _steps_per_epoch(self) -> int:

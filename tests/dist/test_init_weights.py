@@ -79,11 +79,14 @@ class SelfMade(nn.Module):
 
 
 class WithInitWeights(TinyGPT):
-    """Initialises all of itself in one method, the tied weight through one of its two names."""
+    """Initialises all of itself in one method."""
 
     def init_weights(self) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.1)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
         with torch.no_grad():
             self.waves.copy_(torch.arange(LENGTH * WIDTH).view(LENGTH, WIDTH).cos())
             for block in self.blocks:
@@ -92,16 +95,13 @@ class WithInitWeights(TinyGPT):
 
 
 class WithFirstNameOnly(WithInitWeights):
-    """Its embedding is the head too, and it initialises it as the embedding."""
+    """Its head is the embedding, and it initialises that as the embedding only."""
 
     def init_weights(self) -> None:
         for name, parameter in self.named_parameters():
             if name != "head.weight":
                 nn.init.normal_(parameter, std=0.1)
-        with torch.no_grad():
-            self.waves.zero_()
-            for block in self.blocks:
-                block.get_buffer("attention.causal").zero_()
+        self.init_buffers()
 
 
 class Drawn(nn.Module):
