@@ -218,7 +218,8 @@ class Engine:
                 for name, function in functions.items():
                     pair = function(self.model, data)
                     if not micro_batch.filler:
-                        sums[name] += torch.stack([torch.as_tensor(part, device=self.device).double() for part in pair])
+                        exact = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in pair]
+                        sums[name] += torch.stack(exact)
         self.rest()
         flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Life:
     """Random numbers that the script drew between its steps."""
     weights: str
     best: tuple[int, float] | None = None
+    draw_before: float = field(default=0.0, compare=False)
+    """Drawn before the first step of this life."""
 
     def __add__(self, later: Life) -> Life:
         return Life(
@@ -80,7 +82,7 @@ def live(
         engine = run.setup(
             lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw, clip=0.5, schedule=lambda step: 1 / (1 + step)
         )
-        seen = Life(engine.steps_done + 1, [], [], [], fingerprint(weights(engine)), run.best)
+        seen = Life(engine.steps_done + 1, [], [], [], "", run.best, torch.rand(()).item())
         dataset = Stream() if stream else RaggedTexts()
         for batch in run.loader(dataset, GLOBAL_BATCH, micro_batch=2, steps=steps, workers=workers):
             out = engine.step(batch)
@@ -145,6 +147,7 @@ def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(
         assert len(lives["before"].losses) == STOP_AFTER
         assert lives["after"].first_step == STOP_AFTER + 1
         assert lives["before"] + lives["after"] == lives["once"], "stopped and continued"
+        assert lives["after"].draw_before == lives["once"].draws[STOP_AFTER - 1], "the script's own random numbers"
     assert len({lives["after"].weights for lives in everybody}) == 1
 
 
