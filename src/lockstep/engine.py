@@ -12,7 +12,9 @@ The weight W of a step is known only after its last micro-batch, over all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +31,7 @@ from lockstep.parallel.apply import ParallelModel
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.precision import Precision, compute_in
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.seeds import seed_of, seed_torch
+from lockstep.runtime.seeds import seed_everything, seed_of, seed_torch
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
 MetricFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -95,10 +97,11 @@ class Engine:
         self.seed = seed
         self.steps_done = 0
         self.steps_skipped = 0
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if not self.parameters:
-            raise UserError("the model has no parameters to train", "check what build_model returns")
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        _refuse_untrainable(named)
+        self.parameters = [parameter for _, parameter in named]
+        # A layer that build_model put into eval mode, a frozen BatchNorm say, stays there; a whole model does not.
+        self._frozen = [module for module in self.model.modules() if not module.training and self.model.training]
         self.optimizer = optimizer(named)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = schedule or (lambda _: 1.0)
@@ -112,6 +115,7 @@ class Engine:
         self._shard_group = parallel.shard_group
         self._statistics = RunningStatistics(self.model, comm)
         self._coordinate: tuple[int, int] = (0, 0)
+        self._calls: Counter[int] = Counter()
         for number, (_, block) in enumerate(self.blocks):
             block.register_forward_pre_hook(self._seed_block(number))
         self.seed_between_steps()
@@ -128,7 +132,7 @@ class Engine:
         lr = self.lr
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.steps_done)
-        self.model.train()
+        self._train_mode()
         self._gradients.begin()
         self._statistics.begin()
         totals = self.forward_backward(batch.micro_batches, 1.0 / batch.global_batch)
@@ -141,14 +145,16 @@ class Engine:
         loss_sum, weight, bad_ranks, unused = sums[: len(message)]
         self._requests.agree(sums[len(message) :])
         if bad_ranks:
-            self._raise_non_finite("loss", self.steps_done + 1, bool(bad), batch)
+            reports = self._comm.gather(_sample_ids(batch) if bad else None)
+            rank = next(rank for rank, report in enumerate(reports) if report is not None)
+            raise NonFiniteError("loss", self.steps_done + 1, rank, reports[rank])
 
         self._gradients.finish(bool(unused))
         self._statistics.combine()
         norm = torch.zeros((), device=self.device)
         if weight > 0:
             grads = local_gradients(self.parameters)
-            norm = global_norm(grads, self._shard_group)
+            norm = global_norm(grads, self._shard_group, self.device)
             norm = scale_and_clip(grads, norm, batch.global_batch / weight, self.clip)
             self._last_norm = HostCopy(norm), batch
             if self.device.type == "cpu":
@@ -182,7 +188,9 @@ class Engine:
         self._last_norm = None
         if not math.isfinite(copy.read()[0]):
             step = self.steps_done + (self.device.type == "cpu")
-            self._raise_non_finite("gradient", step, True, batch)
+            # It is a sum over the ranks: nobody knows any more whose it was.
+            ids = [sample for rank in self._comm.gather(_sample_ids(batch)) for sample in rank]
+            raise NonFiniteError("gradient", step, None, ids)
 
     def forward_backward(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
         """Accumulate the gradients of `scale` times the loss sum; returns this rank's loss sum and weight.
@@ -193,15 +201,19 @@ class Engine:
         on_host = HostCopy(totals)
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
-            if micro_batch.filler:
-                self.model.eval()  # leaves running statistics alone; what it computes counts nothing
-            loss_sum, weight = self.forward(micro_batch)
+            with self._statistics.not_counting() if micro_batch.filler else nullcontext():
+                loss_sum, weight = self.forward(micro_batch)
             if not micro_batch.filler:
                 totals[0] += loss_sum.detach()
                 totals[1] += weight
             if last:
                 on_host = HostCopy(totals)
-                self._gradients.last_backward()
+            self._gradients.before_backward(last)
+            if self._shard_group is not None and not loss_sum.requires_grad:
+                raise UserError(
+                    "the loss function returned a constant, and a sharded layout cannot leave a forward out",
+                    "call the model in any case, and multiply the loss by 0 where nothing counts",
+                )
             if loss_sum.requires_grad:
                 (loss_sum * (0.0 if micro_batch.filler else scale)).backward()
         return on_host
@@ -214,6 +226,7 @@ class Engine:
         self.model.eval()
         for micro_batch in micro_batches:
             data = to_device(micro_batch.data, self.device)
+            seed_everything(seed_of(self.seed, "evaluate", micro_batch.index))
             with compute_in(self.precision, self.device):
                 for name, function in functions.items():
                     pair = function(self.model, data)
@@ -221,23 +234,30 @@ class Engine:
                         exact = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in pair]
                         sums[name] += torch.stack(exact)
         self.rest()
+        self.seed_between_steps()
         flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
 
     def rest(self) -> None:
         """Put the model back into its state between steps, after a forward that was not part of one."""
-        self.model.train()
+        self._train_mode()
         self._gradients.rest()
 
     def seed_between_steps(self) -> None:
         """Code between two steps draws the same numbers on every rank and after a restart."""
-        seed_torch(seed_of(self.seed, "between", self.steps_done))
+        seed_everything(seed_of(self.seed, "between", self.steps_done))
+
+    def _train_mode(self) -> None:
+        self.model.train()
+        for module in self._frozen:
+            module.training = False
 
     def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, int | float | torch.Tensor]:
         """Loss sum and weight of one micro-batch, under the random stream of its logical coordinate."""
         data = to_device(micro_batch.data, self.device)
         self._coordinate = (self.steps_done, micro_batch.index)
-        seed_torch(seed_of(self.seed, "forward", *self._coordinate))
+        self._calls.clear()
+        seed_everything(seed_of(self.seed, "forward", *self._coordinate))
         with compute_in(self.precision, self.device):
             return self._summed_loss(self.model, data)
 
@@ -266,16 +286,11 @@ class Engine:
     def _seed_block(self, number: int) -> Callable[[nn.Module, Any], None]:
         def seed(module: nn.Module, _: Any) -> None:
             if module.training:
-                seed_torch(seed_of(self.seed, "block", *self._coordinate, number))
+                call = self._calls[number]  # a block that is called twice draws two masks
+                self._calls[number] += 1
+                seed_torch(seed_of(self.seed, "block", *self._coordinate, number, call))
 
         return seed
-
-    def _raise_non_finite(self, what: str, step: int, mine: bool, batch: StepBatch) -> None:
-        """Stop on all ranks, naming the first rank that saw it and the samples it had."""
-        ids = [i for micro_batch in batch.micro_batches if not micro_batch.filler for i in micro_batch.ids]
-        reports = self._comm.gather(ids if mine else None)
-        rank = next(rank for rank, report in enumerate(reports) if report is not None)
-        raise NonFiniteError(what, step, rank, reports[rank])
 
 
 class HostCopy:
@@ -297,8 +312,23 @@ class HostCopy:
         return [float(value) for value in self._host.flatten().tolist()]
 
 
+def _sample_ids(batch: StepBatch) -> list[int]:
+    return [sample for part in batch.micro_batches if not part.filler for sample in part.ids]
+
+
+def _refuse_untrainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not named:
+        raise UserError("the model has no parameters to train", "check what build_model returns")
+    for name, parameter in named:
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise UserError(
+                f"the parameter {name} is stored as {str(parameter.dtype).removeprefix('torch.')}",
+                'build the model in float32 and give precision="bf16": the optimizer needs the bits',
+            )
+
+
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch, whatever its structure."""
+    """Move every tensor of a batch, and whatever else knows how to move."""
     if device.type == "cpu":
         return data
-    return tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, data)
+    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, data)

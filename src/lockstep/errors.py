@@ -19,9 +19,13 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is NaN or infinite. The weights are those of the step before."""
+    """The loss or the gradient of a step is NaN or infinite. Nothing is saved any more.
 
-    def __init__(self, what: str, step: int, rank: int, sample_ids: Sequence[int]) -> None:
+    For a loss, `rank` names who saw it and the weights are still those of the step before; a gradient is a sum over
+    ranks, so there `rank` is None and the samples are all of the step.
+    """
+
+    def __init__(self, what: str, step: int, rank: int | None, sample_ids: Sequence[int]) -> None:
         super().__init__(what, step, rank, list(sample_ids))
         self.what = what
         self.step = step
@@ -29,10 +33,11 @@ class NonFiniteError(RuntimeError):
         self.sample_ids = list(sample_ids)
 
     def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
         shown = ", ".join(map(str, self.sample_ids[:16]))
         more = f" and {len(self.sample_ids) - 16} more" if len(self.sample_ids) > 16 else ""
         return (
-            f"the {self.what} is not finite at step {self.step} on rank {self.rank} (sample ids {shown}{more}): "
+            f"the {self.what} is not finite at step {self.step}{where} (sample ids {shown}{more}): "
             "look at these samples, or lower the learning rate if they are sound"
         )
 

@@ -16,9 +16,11 @@ def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def global_norm(grads: Sequence[torch.Tensor], shard_group: dist.ProcessGroup | None) -> torch.Tensor:
+def global_norm(
+    grads: Sequence[torch.Tensor], shard_group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
     """The 2-norm over all gradients of the model, equal on every rank."""
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=device)
     if shard_group is None:
         return norm
     square = norm.square()

@@ -57,13 +57,20 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
             )
         target.copy_(tensors[name])
     parameters = dict(_trained(engine))
+    on_device = {
+        id(parameter)
+        for group in engine.optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     _restore_groups(engine, meta["optimizer"]["groups"], parameters)
     for key, tensor in tensors.items():
         kind, _, rest = key.partition("/")
         if kind.startswith("optimizer"):
             name, _, slot = rest.rpartition("/")
             parameter = parameters[name]
-            value = tensor.to(parameter.device) if tensor.dim() else tensor
+            # The step count is a scalar on the CPU, except where the optimizer reads it on the device.
+            value = tensor.to(parameter.device) if tensor.dim() or id(parameter) in on_device else tensor
             if kind == "optimizer-shard":
                 assert isinstance(parameter, DTensor)
                 value = DTensor.from_local(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan, deal
 from lockstep.errors import UserError
-from lockstep.runtime.seeds import seed_everything, seed_of
+from lockstep.runtime.seeds import seed_host, seed_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -115,6 +115,7 @@ class Loader:
             batch_size=None,
             num_workers=min(1, self.reading.workers),
             prefetch_factor=self.reading.prefetch if self.reading.workers else None,
+            multiprocessing_context="fork" if self.reading.workers else None,
             collate_fn=_same,
             pin_memory=self.reading.pin,
             generator=torch.Generator(),
@@ -178,7 +179,7 @@ class _StepReader(Dataset[StepBatch]):
         samples = []
         for sample_id in part.ids.tolist():
             # Augmentation follows the sample, not the worker or the rank that happens to read it.
-            seed_everything(seed_of(self.order.seed, "sample", epoch, sample_id))
+            seed_host(seed_of(self.order.seed, "sample", epoch, sample_id))
             samples.append(self.dataset[sample_id])
         return MicroBatch(part.index, part.ids.tolist(), self.collate(samples), part.filler)
 
@@ -192,6 +193,8 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
         collate_fn=_same,
         num_workers=reading.workers,
         prefetch_factor=reading.prefetch if reading.workers else None,
+        # Whatever Python's default is: the others start slowly and cannot take a lambda along.
+        multiprocessing_context="fork" if reading.workers else None,
         pin_memory=reading.pin,
         generator=torch.Generator(),  # else it draws its workers' seed from the training's stream
     )
@@ -257,7 +260,7 @@ def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
     the ranks disagree about the order.
     """
     with _kept_random_state():
-        seed_everything(seed_of(seed, "stream", epoch))
+        seed_host(seed_of(seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         iterator = iter(dataset)

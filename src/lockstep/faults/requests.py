@@ -36,11 +36,12 @@ class Requests:
         self._raised -= self.agreed
 
     def listen(self) -> None:
-        """Turn the first Ctrl-C and SIGTERM into requests; a second Ctrl-C ends the process at once."""
+        """Turn Ctrl-C and SIGTERM into requests. A second Ctrl-C ends the process at once; a second SIGTERM does not:
+        a scheduler signals every process, and the launcher passes its own on."""
         for number, kind in ((signal.SIGINT, "interrupt"), (signal.SIGTERM, "terminate")):
 
             def handle(received: int, _: object, kind: str = kind) -> None:
-                if kind in self._raised:
+                if received == signal.SIGINT and kind in self._raised:
                     signal.signal(received, signal.SIG_DFL)
                     signal.raise_signal(received)
                 self._raised.add(kind)

@@ -24,7 +24,7 @@ class GradientSync(Protocol):
 
     def rest(self) -> None: ...
     def begin(self) -> None: ...
-    def last_backward(self) -> None: ...
+    def before_backward(self, last: bool) -> None: ...
     def unused(self) -> int: ...
     def finish(self, somebody_has_unused: bool) -> None: ...
 
@@ -59,15 +59,14 @@ def parallelize(
             for _, block in blocks or [("", model)]:
                 recompute(block)
         if layout.fsdp > 1:
-            assert comm.mesh is not None
-            sharded.append(shard(model, [block for _, block in blocks], comm.mesh))
+            sharded.append(shard(model, [block for _, block in blocks], comm))
 
     model = build_initial(build_model, cut, comm=comm, device=device, seed=seed, by_name=init_by_name)
     gradients: GradientSync
     if sharded:
         gradients = sharded[0]
     elif (replicas := comm.group("dp")) is not None:
-        gradients = GradientBuckets(list(model.parameters()), replicas)
+        gradients = GradientBuckets(list(model.named_parameters()), replicas, comm)
     else:
         gradients = LocalGradients(model)
     return ParallelModel(model, blocks, gradients, comm.group("fsdp"))
@@ -86,7 +85,7 @@ class LocalGradients:
         """Start a step: no gradients."""
         self._model.zero_grad(set_to_none=True)
 
-    def last_backward(self) -> None:
+    def before_backward(self, last: bool) -> None:
         """Nothing to prepare."""
 
     def unused(self) -> int:

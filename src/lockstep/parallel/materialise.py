@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.errors import UserError
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.seeds import seed_everything, seed_of
+from lockstep.runtime.seeds import seed_host, seed_of
 
 BUILD_EVERYWHERE_BYTES = 1 << 30
 """Up to this size every rank builds the model itself; above it rank 0 does and sends the tensors."""
@@ -37,19 +37,22 @@ def build_initial(
     """Build the model, `cut` it, and give it the weights one device would have given it."""
 
     def build(on: str) -> nn.Module:
-        seed_everything(seed_of(seed, "init"))
+        seed_host(seed_of(seed, "init"))
         with torch.device(on):
             return build_model()
 
-    model = build("meta") if by_name else None
-    if model is None and comm.rank == 0:
-        model = build("cpu")
-        _refuse_accelerator(model)
-    size = 0.0 if model is None else float(sum(t.numel() * t.element_size() for _, t in named_tensors(model)))
-    on_meta = model is not None and any(t.is_meta for _, t in named_tensors(model))
-    size, on_meta_anywhere = comm.sum([size if comm.rank == 0 else 0.0, float(on_meta)])
+    built: list[nn.Module] = []  # by rank 0, so far
 
-    if on_meta_anywhere:
+    def build_first() -> tuple[int, bool]:
+        built.append(build("meta" if by_name else "cpu"))
+        _refuse_accelerator(built[0])
+        tensors = [tensor for _, tensor in named_tensors(built[0])]
+        return sum(t.numel() * t.element_size() for t in tensors), any(t.is_meta for t in tensors)
+
+    # Not a collective: the others wait as long as the build takes.
+    size, on_meta = comm.once("build the model", build_first)
+    model = built[0] if built else None
+    if on_meta:
         model = model or build("meta")
         cut_on_meta(model, cut, device)
         fill(model, initialise_by_name(build("meta"), seed))
@@ -71,11 +74,7 @@ def cut_on_meta(model: nn.Module, cut: Callable[[nn.Module], None], device: torc
     ties = _tied_names(model)
     cut(model)
     model.to_empty(device=device)
-    for first, *others in ties:
-        parameter = model.get_parameter(first)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, parameter)
+    _tie(model, ties)
 
 
 def named_tensors(model: nn.Module) -> Tensors:
@@ -110,11 +109,13 @@ def initialise_by_name(skeleton: nn.Module, seed: int) -> Tensors:
     without: list[str] = []
     for name, module in _initialisers(skeleton, "", without):
         whole = hasattr(module, "init_weights")
+        ties = _tied_names(module) if whole else []
         module.to_empty(device="cpu", recurse=whole)
+        _tie(module, ties)
         tensors = list(_own_tensors(module, name, whole))
         for _, tensor in tensors:
             _poison(tensor)
-        seed_everything(seed_of(seed, "init", name))
+        seed_host(seed_of(seed, "init", name))
         module.init_weights() if whole else module.reset_parameters()  # type: ignore[operator]
         for tensor_name, tensor in tensors:
             if _is_poisoned(tensor):
@@ -195,7 +196,18 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data) if tensor.numel() else 0
+    if tensor.numel() == 0:
+        return 0
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _tie(model: nn.Module, ties: list[list[str]]) -> None:
+    """Make names one parameter again: `to_empty` gives each of them its own."""
+    for first, *others in ties:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

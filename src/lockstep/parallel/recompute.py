@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.statistics import batch_norms, not_counting
 
 
 def recompute(block: nn.Module) -> None:
@@ -16,10 +19,19 @@ def recompute(block: nn.Module) -> None:
     recomputed region. A reseeding hook inside it would read the key of another micro-batch.
     """
     forward = block.forward
+    counting = batch_norms(block)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            # The second forward of a batch must not enter the running statistics again.
+            context_fn=lambda: (nullcontext(), not_counting(counting)),
+            **kwargs,
+        )
 
     block.forward = recomputed

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.errors import UserError
+from lockstep.runtime.comm import Comm
+
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 BUCKET_BYTES = 25 << 20
 
@@ -19,15 +22,16 @@ BUCKET_BYTES = 25 << 20
 class GradientBuckets:
     """The gradients of a replicated model, kept as views into flat buffers that are summed over `group`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, comm: Comm) -> None:
         self._group = group
+        self._comm = comm
         self._buckets: list[_Bucket] = []
         self._used: set[nn.Parameter] = set()
         self._summing = False
         self._next = 0
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._parameters = trainable
-        for members in _fill(trainable):
+        self._arrived_now: set[nn.Parameter] = set()
+        self._names = {parameter: name for name, parameter in named if parameter.requires_grad}
+        for members in _fill(list(self._names)):
             bucket = _Bucket(members)
             self._buckets.append(bucket)
             for parameter in members:
@@ -44,13 +48,14 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.reset()
 
-    def last_backward(self) -> None:
-        """The next backward pass is the step's last one here: sum each bucket as soon as it is complete."""
-        self._summing = True
+    def before_backward(self, last: bool) -> None:
+        """In the step's last backward pass here, sum each bucket as soon as it is complete."""
+        self._summing = last
+        self._arrived_now.clear()
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
-        return len(self._parameters) - len(self._used)
+        return len(self._names) - len(self._used)
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Wait until all gradients are sums over the replicas."""
@@ -66,6 +71,12 @@ class GradientBuckets:
         self._used.add(parameter)
         if not self._summing:
             return
+        if parameter in self._arrived_now:
+            raise UserError(
+                f"the gradient of {self._names[parameter]} comes in two parts within one backward pass",
+                "use checkpoint(..., use_reentrant=False), or recompute=True, for what recomputes it",
+            )
+        self._arrived_now.add(parameter)
         bucket.missing -= 1
         # Every rank has to start the sums in one order, whatever order its gradients come in.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
@@ -78,11 +89,9 @@ class GradientBuckets:
 
     def _drop_unused_gradients(self) -> None:
         """A parameter used on no rank has no gradient, as in one process: the optimizer must leave it alone."""
-        used = torch.tensor([parameter in self._used for parameter in self._parameters], dtype=torch.uint8)
-        used = used.to(self._buckets[0].flat.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
-        for parameter, is_used in zip(self._parameters, used.tolist(), strict=True):
-            if not is_used:
+        users = self._comm.sum([float(parameter in self._used) for parameter in self._names])
+        for parameter, ranks in zip(self._names, users, strict=True):
+            if not ranks:
                 parameter.grad = None
 
 

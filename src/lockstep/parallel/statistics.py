@@ -1,15 +1,20 @@
-"""Running statistics of BatchNorm under data parallelism: what one process would have after the same micro-batches.
+"""Buffers that a forward pass changes: what one process would have after the same micro-batches.
 
-Each layer keeps r <- (1 - m) r + m s for every micro-batch it sees. One process sees all micro-batches of a step in
-order; a rank sees only its own, neighbours among them. The update is linear in r, so the ranks' updates compose.
+BatchNorm keeps r <- (1 - m) r + m s for every micro-batch it sees. One process sees all micro-batches of a step in
+order; a rank sees only its own, neighbours among them. The update is linear in r, so the ranks' updates compose. Of no
+other buffer can that be known, so one that changes is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lockstep.errors import UserError
 from lockstep.runtime.comm import Comm
@@ -20,27 +25,33 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
         self._comm = comm
-        self._layers = [
-            module
-            for module in model.modules()
-            if isinstance(module, _NormBase) and module.track_running_stats and comm.world_size > 1
-        ]
-        for layer in self._layers:
-            if layer.momentum is None:
-                raise UserError(
-                    f"{type(layer).__name__} with momentum=None averages over batches in the order a rank sees them",
-                    "give it a momentum, such as 0.1",
-                )
+        self._layers: list[_BatchNorm] = []
+        self._others: dict[str, torch.Tensor] = {}
+        self._others_before: dict[str, torch.Tensor] | None = None
         self._before = torch.empty(0)
+        if comm.world_size == 1:
+            return
+        for name, module in model.named_modules():
+            _refuse_unknown_statistics(name, module)
+        self._layers = batch_norms(model)
+        known = {id(buffer) for layer in self._layers for buffer in layer.buffers()}
+        self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in known}
 
     def begin(self) -> None:
         """Remember the statistics before a step."""
         if self._layers:
             self._before = self._snapshot()
+        if self._others_before is None:
+            self._others_before = {name: buffer.clone() for name, buffer in self._others.items()}
+
+    def not_counting(self) -> AbstractContextManager[None]:
+        """For a forward that must not count."""
+        return not_counting(self._layers)
 
     @torch.no_grad()
     def combine(self) -> None:
         """After a step: apply the updates of all ranks, in rank order, to the statistics before the step."""
+        self._check_others()
         if not self._layers:
             return
         mine = self._snapshot()
@@ -50,6 +61,16 @@ class RunningStatistics:
         for theirs in everybody:
             total = self._compose(total, theirs)
         self._restore(total)
+
+    def _check_others(self) -> None:
+        """After the first step: a buffer that a forward changed has another value on every rank."""
+        for name, before in (self._others_before or {}).items():
+            if not torch.equal(self._others[name], before):
+                raise UserError(
+                    f"the forward pass changes the buffer {name}, and every rank would change it in its own way",
+                    "update it between steps, or train this model on one process (--layout single)",
+                )
+        self._others_before = {}
 
     def _compose(self, total: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """What `theirs` did to `before`, done to `total` instead."""
@@ -69,18 +90,47 @@ class RunningStatistics:
         return torch.cat(parts)
 
     def _snapshot(self) -> torch.Tensor:
-        rows = []
-        for layer in self._layers:
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            assert layer.num_batches_tracked is not None
-            rows += [layer.running_mean, layer.running_var, layer.num_batches_tracked[None]]
-        return torch.cat([row.double() for row in rows])
+        return torch.cat([buffer.detach().double().reshape(-1) for buffer in self._buffers()])
 
+    @torch.no_grad()
     def _restore(self, values: torch.Tensor) -> None:
         offset = 0
+        for buffer in self._buffers():
+            buffer.copy_(values[offset : offset + buffer.numel()].view_as(buffer))
+            offset += buffer.numel()
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
         for layer in self._layers:
             for buffer in (layer.running_mean, layer.running_var, layer.num_batches_tracked):
                 assert buffer is not None
-                buffer.copy_(values[offset : offset + buffer.numel()].view_as(buffer))
-                offset += buffer.numel()
+                yield buffer
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The layers below a module that keep running statistics."""
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+
+
+@contextmanager
+def not_counting(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """A forward that normalises as usual and leaves the running statistics alone."""
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+
+
+def _refuse_unknown_statistics(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.SyncBatchNorm):
+        raise UserError(
+            f"{name} is a SyncBatchNorm", "use BatchNorm: it sees the same logical micro-batches on any layout"
+        )
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        raise UserError(f"{name} keeps running statistics per rank", "build it with track_running_stats=False")
+    if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
+        raise UserError(
+            f"{name} averages over batches in the order a rank sees them", "give it a momentum, such as 0.1"
+        )

@@ -13,6 +13,8 @@ from lockstep.recipes.catalog import LmSettings
 from lockstep.recipes.task import Task
 
 VOCABULARY = 256
+EMBEDDING_SCALE = 0.1
+LOWEST_FREQUENCY = 0.01  # of the first positions, in radians per byte; the highest is 1
 SHOWCASE_BYTES = 240
 SHOWCASE_TEMPERATURE = 0.7
 BASELINE_BYTES = 1 << 26  # more text would hardly change the pair counts, and start-up would wait for it
@@ -39,14 +41,24 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, residual_scale: float) -> None:
         super().__init__()
+        self.residual_scale = residual_scale
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.reset_parameters()
+        with torch.no_grad():
+            self.attention.out.weight.mul_(self.residual_scale)
+            self.down.weight.mul_(self.residual_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -54,10 +66,20 @@ class Block(nn.Module):
         return x + change
 
 
-class Embedding(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
         # The head shares these weights: at torch's scale of 1 its first guesses would be sure of themselves.
-        nn.init.normal_(self.weight, std=0.05)
+        nn.init.normal_(self.weight, std=EMBEDDING_SCALE)
+
+
+class PositionEmbedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        # Waves instead of noise: attention to the byte before, which all else builds on, is found much sooner.
+        position, column = torch.arange(self.num_embeddings), torch.arange(self.embedding_dim)
+        frequency = LOWEST_FREQUENCY ** (column // 2 * 2 / self.embedding_dim)
+        wave = torch.sin(position[:, None] * frequency + column % 2 * (torch.pi / 2))
+        with torch.no_grad():
+            self.weight.copy_(wave * EMBEDDING_SCALE * 2**0.5)
 
 
 class GPT(nn.Module):
@@ -65,11 +87,12 @@ class GPT(nn.Module):
 
     def __init__(self, settings: LmSettings) -> None:
         super().__init__()
-        self.tokens = Embedding(VOCABULARY, settings.width)
-        self.positions = Embedding(settings.context, settings.width)
+        self.tokens = TokenEmbedding(VOCABULARY, settings.width)
+        self.positions = PositionEmbedding(settings.context, settings.width)
         self.dropout = nn.Dropout(settings.dropout)
         self.blocks = nn.ModuleList(
-            Block(settings.width, settings.heads, settings.dropout) for _ in range(settings.layers)
+            Block(settings.width, settings.heads, settings.dropout, residual_scale=(2 * settings.layers) ** -0.5)
+            for _ in range(settings.layers)
         )
         self.norm = nn.LayerNorm(settings.width)
         self.head = nn.Linear(settings.width, VOCABULARY, bias=False)

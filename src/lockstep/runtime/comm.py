@@ -66,6 +66,7 @@ class Comm:
         )
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = _build_mesh(layout, device.type, timeout)
+        self.barrier()  # a rank that leaves at once would take down those that are still connecting
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one only along `axis`; None when the axis has size 1."""
@@ -124,20 +125,22 @@ class Comm:
         self.sum([0.0])
 
     def once(self, name: str, prepare: Callable[[], Any]) -> Any:
-        """Let rank 0 do something slow while the others wait without a time limit; all get its JSON result."""
+        """Let rank 0 do something slow while the others wait without a time limit; all get its JSON result.
+
+        Rank 0 gets it through JSON too, so that a tuple is a list on every rank or on none.
+        """
         if self._store is None:
-            return prepare()
+            return json.loads(json.dumps(prepare()))
         turn = self._store.add(f"once/{name}/turns/{self.rank}", 1)  # a name may be used again: one key a turn
         key = f"once/{name}/{turn}"
         if self.rank == 0:
             try:
-                result = prepare()
-                text = json.dumps({"result": result})
+                text = json.dumps({"result": prepare()})
             except BaseException as error:
                 self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
             self._store.set(key, text)
-            return result
+            return json.loads(text)["result"]
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)
         answer = json.loads(self._store.get(key))

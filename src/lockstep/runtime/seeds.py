@@ -30,8 +30,14 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed torch (on the CPU), numpy and `random`: for code of the user's that may draw from any of them."""
+def seed_host(seed: int) -> None:
+    """Seed torch on the CPU, numpy and `random`: for code of the user's that may draw from any of them."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all of them, and this rank's GPU."""
+    seed_host(seed)
+    seed_torch(seed)
