@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from lockstep.config import Config
     from lockstep.data.corpora import TokenDataset
     from lockstep.engine import Engine, Metric, StepResult
+    from lockstep.join import init
     from lockstep.layout import Layout
-    from lockstep.run import Run, init
+    from lockstep.run import Run
     from lockstep.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -37,7 +38,7 @@ _HOME = {
     "StepResult": "engine",
     "TokenDataset": "data.corpora",
     "Trainer": "trainer",
-    "init": "run",
+    "init": "join",
 }
 
 __all__ = [

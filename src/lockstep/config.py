@@ -415,5 +415,6 @@ def for_world(resolved: Resolved, world_size: int) -> Resolved:
         values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
         source = f"batch_per_device {per_device} x {layout.data_size} devices"
         origin = {**resolved.origin, "global_batch": source, "batch_per_device": "default"}
+        _make_room(values, origin, f"recipe {resolved.config.recipe}")
         resolved = Resolved(_checked(Config, values, origin), origin)
     return resolved

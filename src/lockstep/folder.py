@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from lockstep.config import Config, LaunchConfig, flatten, read_toml, to_toml
+from lockstep.config import Config, LaunchConfig, flatten, read_toml, script_config, to_toml
 from lockstep.errors import UserError
 from lockstep.events import read_events
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
+LOCK = ".lock"
 
 FREE_TO_CHANGE = {
     *("name", "layout", "nproc", "device", "backend", "share_gpu", "timeout_minutes"),
-    *("steps", "epochs", "validate_every", "save_every", "keep", "micro_batch"),
+    *("steps", "epochs", "validate_every", "save_every", "keep"),
     *("data.workers", "data.prefetch", "data.persistent"),
 }
 """Keys a continued run may change: the numbers do not depend on them, or they say how far to go."""
@@ -101,11 +104,34 @@ def write_config(folder: Path, config: LaunchConfig) -> None:
         raise
 
 
+def settle_script_config(folder: Path, config: LaunchConfig) -> None:
+    """Store what a script's own `lockstep.init(...)` decided, beside what `lockstep run` was told."""
+    stored = read_toml(folder / CONFIG)
+    if "script" in stored:
+        write_config(folder, script_config({**stored, **config.model_dump(exclude_none=True)}, CONFIG))
+
+
+def hold(folder: Path) -> IO[str]:
+    """Keep other processes from writing to a run while this one does; ends when the file is closed."""
+    lock = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(
+            f"{folder} is being written by another process", "wait for it, or use --name for a new run"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
 def check_same_training(folder: RunFolder, config: Config) -> None:
     """Refuse to go on with a run under a config that would give other numbers."""
     stored = dict(flatten(read_toml(folder.path / CONFIG)))
     for key, value in flatten(config.model_dump(mode="json")):
-        if key not in FREE_TO_CHANGE and stored.get(key) != value:
+        kept = key == "micro_batch" and value is None  # was chosen then, and is not chosen again
+        if key not in FREE_TO_CHANGE and not kept and stored.get(key) != value:
             raise UserError(
                 f"{folder.path} is an unfinished run with {key} = {stored.get(key)!r}, now it is {value!r}",
                 "use the old value, or --name for a new run, or --resume never",

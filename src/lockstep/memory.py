@@ -31,7 +31,7 @@ def largest_micro_batch(engine: Engine, dataset: Any, order: Order, reading: Rea
 
     # The difference of two sizes leaves out what does not grow with the batch: gathered parameters, masks.
     per_sample = max(1, kept_for(2) - kept_for(1))
-    fitting = SHARE_FOR_ACTIVATIONS * free_bytes(engine.device, comm.place.local_world_size)
+    fitting = SHARE_FOR_ACTIVATIONS * free_bytes(engine.device) / _sharers(engine.device, comm.place.local_world_size)
     most = comm.reduce(int(fitting // per_sample), "min")
     return replace(order, micro_batch=max(1, min(order.micro_batch, most)))
 
@@ -53,8 +53,11 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
     return sum(kept.values())
 
 
-def free_bytes(device: torch.device, local_ranks: int) -> int:
-    """Memory this rank may still take: of its GPU, or its part of the node's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available // local_ranks)
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a GPU, or on this node."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def _sharers(device: torch.device, local_ranks: int) -> int:
+    """How many ranks take from that memory."""
+    return -(-local_ranks // torch.cuda.device_count()) if device.type == "cuda" else local_ranks

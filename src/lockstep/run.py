@@ -1,130 +1,49 @@
-"""`lockstep.init()` and the Run it returns: what a training script has instead of process groups."""
+"""The Run that `lockstep.init()` returns: what a training script has instead of process groups."""
 
 from __future__ import annotations
 
 import atexit
-import datetime
-import json
 import math
-import os
 import platform
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import torch
 from torch import nn
-from torch.distributed import Store
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lockstep import __version__
-from lockstep.checkpoint.load import best_checkpoint, check_layout, latest_checkpoint, load_shard
+from lockstep.checkpoint.load import load_shard
+from lockstep.checkpoint.resume import find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
 from lockstep.checkpoint.state import engine_state, restore_engine
-from lockstep.config import LaunchConfig, launch_config
+from lockstep.config import LaunchConfig
 from lockstep.data.loader import Loader, Reading, StepBatch, dataset_size, evaluation_batches
 from lockstep.data.order import Order, Position
-from lockstep.engine import (
-    Engine,
-    LossFunction,
-    Metric,
-    MetricFunction,
-    OptimizerFactory,
-    Schedule,
-    StepResult,
-)
+from lockstep.engine import Engine, LossFunction, Metric, MetricFunction, OptimizerFactory, Schedule, StepResult
 from lockstep.errors import UserError
 from lockstep.events import EventLog, Reader
 from lockstep.faults.requests import Requests
-from lockstep.folder import RunFolder, choose_folder, create_folder
+from lockstep.folder import RunFolder
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch
 from lockstep.parallel.apply import parallelize
 from lockstep.precision import Precision
 from lockstep.runtime.comm import Comm, Reduction
-from lockstep.runtime.device import choose_device, visible_gpus
+from lockstep.runtime.device import visible_gpus
 from lockstep.runtime.output import redirect_to, tee_to
-from lockstep.runtime.place import cpus_per_rank, find_place, place_of
-
-LAUNCH = "LOCKSTEP_LAUNCH"
-"""What Lockstep's launcher tells its workers: a JSON object with run_dir, attempt, resume and options."""
+from lockstep.runtime.place import cpus_per_rank
+from lockstep.runtime.recorder import Recorder
 
 MOST_WORKERS = 8
 
-
-def init(
-    layout: str | None = None,
-    *,
-    name: str | None = None,
-    run_dir: str | Path | None = None,
-    resume: str = "auto",
-    seed: int | None = None,
-    device: Literal["auto", "cpu", "cuda"] | None = None,
-    backend: Literal["auto", "gloo", "nccl"] | None = None,
-    share_gpu: bool | None = None,
-    timeout_minutes: float | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    head: str | None = None,
-    store: Store | None = None,
-) -> Run:
-    """Join the other processes of this run; call it once, first thing.
-
-    Works the same under `lockstep run`, torchrun, srun, mpirun and plain python. Under `torch.multiprocessing.spawn`
-    give `rank`, `world_size` and `head="host:port"`. What the command line says (`--layout fsdp=4`) wins over the
-    arguments here, which are the script's defaults.
-    """
-    launch: dict[str, Any] = json.loads(os.environ.get(LAUNCH, "{}"))
-    given = {
-        "layout": layout,
-        "seed": seed,
-        "device": device,
-        "backend": backend,
-        "share_gpu": share_gpu,
-        "timeout_minutes": timeout_minutes,
-    }
-    config = launch_config({k: v for k, v in given.items() if v is not None} | launch.get("options", {}))
-    if (rank is None) != (world_size is None):
-        raise UserError("lockstep.init got one of rank and world_size", "give both, or neither")
-    if rank is not None and world_size is not None:
-        explicit_head = head if store is None else head or "store:1"
-        place = place_of(rank, world_size, local_rank, local_world_size, explicit_head)
-    else:
-        place = find_place()
-    resolved = Layout.parse(config.layout).resolve(place.world_size)
-    chosen = choose_device(place, config.device, config.share_gpu)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    elif "OMP_NUM_THREADS" not in os.environ or place.launcher == "torchrun":
-        torch.set_num_threads(cpus_per_rank(place))
-    wanted = "nccl" if chosen.type == "cuda" and not config.share_gpu else "gloo"
-    comm = Comm(
-        place,
-        resolved,
-        chosen,
-        wanted if config.backend == "auto" else config.backend,
-        datetime.timedelta(minutes=config.timeout_minutes),
-        store,
-    )
-
-    def choose() -> list[Any]:
-        folder = choose_folder(name or Path(sys.argv[0]).stem or "run", Path(run_dir) if run_dir else None, resume)
-        create_folder(folder, config.model_copy(update={"layout": str(resolved)}))
-        return [str(folder.path), folder.attempt]
-
-    if launch:
-        folder = RunFolder(Path(launch["run_dir"]), launch["attempt"])
-        resume = launch["resume"]
-    else:
-        path, attempt = comm.once("run folder", choose)
-        folder = RunFolder(Path(path), attempt)
-    return Run(comm, resolved, chosen, config, folder, resume=resume, launched=bool(launch))
+Collate = Callable[[list[Any]], Any]
 
 
 class Run:
@@ -138,8 +57,9 @@ class Run:
         config: LaunchConfig,
         folder: RunFolder,
         *,
-        resume: str = "auto",
-        launched: bool = False,
+        resume: str,
+        launched: bool,
+        locks: Sequence[IO[str]],
     ) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
@@ -150,33 +70,26 @@ class Run:
         self.folder = folder
         self.requests = Requests()
         self.engine: Engine | None = None
-        self.best: tuple[int, float] | None = None
+        self.item, self.items_per_sample = "samples", 1
         self._comm = comm
         self._config = config
+        self._locks = locks
         self._keep = 2
         self._loaders: dict[str, Loader] = {}
         self._progress: dict[str, dict[str, Any]] = {}
-        self._started = time.monotonic()
-        self._step_started = self._started
-        self._event_log: EventLog | None = None
-        self._pending: tuple[str, dict[str, Any]] | None = None
-        self._announced = False
-        self._closed = False
+        self._started = self._step_started = time.monotonic()
+        self._announced = self._closed = False
         self._last_loss = math.nan
         self._last_metrics: dict[str, Metric] = {}
-        self.item, self.items_per_sample = "samples", 1
-        log = folder.log(socket.gethostname().split(".")[0], comm.rank)
-        if launched:
-            self._undo_output: Callable[[], None] = lambda: None
-        else:
-            self._undo_output = tee_to(log) if self.is_main else redirect_to(log)
-        if self.is_main:
-            self._event_log = EventLog(folder.events, folder.attempt, self._readers(launched))
+        self._undo_output, readers = self._show(launched)
+        self._recorder = Recorder(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
         if not launched:
-            self._say_once(folder.announce())
-        self._warn_unused_gpus()
-        self._checkpoint = self._find_checkpoint(resume)
-        if _in_main_thread():
+            self.message(folder.announce())
+            self._warn_unused_gpus()
+        warn = lambda text: self.message(text, "warning")  # noqa: E731
+        self._start = find_starting_point(folder.path, resume, layout, self.seed, comm, warn)
+        self.best = self._start.best if self._start else None
+        if threading.current_thread() is threading.main_thread():
             self.requests.listen()
         atexit.register(self._at_exit)
 
@@ -226,9 +139,11 @@ class Run:
             loss_reduction=loss_reduction,
             observe=self._observe,
         )
-        if self._checkpoint is not None:
-            self.status(f"loading {self._checkpoint.name}")
-            restore_engine(self.engine, *load_shard(self._checkpoint, self.layout.coordinate(self.rank)["fsdp"]))
+        self._loaders.clear()
+        self._progress.clear()
+        if self._start is not None:
+            self.status(f"loading {self._start.folder.name}")
+            restore_engine(self.engine, *load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"]))
         return self.engine
 
     def loader(
@@ -243,36 +158,35 @@ class Run:
         workers: int | None = None,
         prefetch: int = 2,
         persistent: bool = True,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        collate: Collate = default_collate,
         name: str = "train",
     ) -> Loader:
         """The steps of a training: iterate it and give each to `engine.step`. A restarted run goes on where it was.
 
-        Without `epochs` and `steps` it is one epoch. `micro_batch` is chosen once, by what fits in memory, and kept.
+        Without `epochs` and `steps` it is one epoch. `micro_batch` is what one forward sees. Without it, it is what
+        suits this layout and fits in memory; it is kept when the run goes on elsewhere. Give it where fresh runs on
+        different layouts have to draw the same dropout masks.
         """
         for what, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise UserError(f"{what} is {value}", "give a whole number from 1")
+        if name in self._loaders:
+            raise UserError(
+                f"the loader {name!r} of this run exists already",
+                "make it once, before the loop, with epochs=...; a second dataset needs a name of its own",
+            )
         steps = self._config.steps or steps
         if epochs is None and steps is None:
             epochs = 1
-        saved = self._saved("loaders").get(name, {})
-        order = Order(
-            size=dataset_size(dataset, name),
-            global_batch=global_batch,
-            micro_batch=saved.get("micro_batch") or micro_batch or -(-global_batch // self.layout.data_size),
-            seed=self.seed,
-            data_rank=self.layout.data_rank(self.rank),
-            data_size=self.layout.data_size,
-            equal_counts=self.layout.fsdp > 1,
-            shuffle=shuffle,
-        )
+        saved = self._saved_progress(name, dataset, global_batch, shuffle)
+        chosen = saved.get("micro_batch") or micro_batch or -(-global_batch // self.layout.data_size)
+        order = self._order(dataset, name, global_batch, chosen, shuffle)
         reading = self._reading(workers, prefetch, persistent, collate)
         if not saved and micro_batch is None:
             if self.engine is not None and not isinstance(dataset, IterableDataset):
                 self.status("measuring how many samples one forward can hold")
                 order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
-            self._emit("config", micro_batch=order.micro_batch)
+            self.emit("config", micro_batch=order.micro_batch)
         loader = Loader(
             dataset,
             order,
@@ -294,8 +208,8 @@ class Run:
         metrics: Mapping[str, MetricFunction] | None = None,
         *,
         micro_batch: int | None = None,
-        workers: int = 0,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        workers: int | None = None,
+        collate: Collate = default_collate,
     ) -> dict[str, Metric]:
         """Loss and metrics over a whole dataset, each sample once, whatever the number of ranks.
 
@@ -303,17 +217,8 @@ class Run:
         """
         engine = self._need_engine("evaluate")
         train = next(iter(self._loaders.values()), None)
-        size = dataset_size(dataset, "evaluation")
-        order = Order(
-            size=size,
-            global_batch=max(size, 1),
-            micro_batch=micro_batch or (train.order.micro_batch if train else 32),
-            seed=self.seed,
-            data_rank=self.layout.data_rank(self.rank),
-            data_size=self.layout.data_size,
-            equal_counts=self.layout.fsdp > 1,
-            shuffle=False,
-        )
+        chosen = micro_batch or (train.order.micro_batch if train else 32)
+        order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         reading = self._reading(workers, 2, False, collate)
         return engine.evaluate(evaluation_batches(dataset, order, reading), metrics)
 
@@ -334,7 +239,7 @@ class Run:
             if best_loss is not None:
                 mark_best(self.folder.path, step, best_loss)
             prune(self.folder.path, self._keep, self.best[0] if self.best else None)
-        self._emit(
+        self.emit(
             "checkpoint",
             step=step,
             path=f"checkpoints/step-{step:08d}",
@@ -346,7 +251,7 @@ class Run:
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers of the script's own with the current step; they show in the bar, TensorBoard and events."""
-        self._emit("metric", step=self.engine.steps_done if self.engine else 0, values=values)
+        self.emit("metric", step=self.engine.steps_done if self.engine else 0, values=values)
 
     def print(self, *values: object) -> None:
         """Print on the console, once, not once per rank."""
@@ -363,18 +268,20 @@ class Run:
 
     def status(self, text: str) -> None:
         """Say what the run is waiting for."""
-        self._emit("status", text=text)
+        self.emit("status", text=text)
 
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
         """Say something once to the people who watch the run."""
-        self._emit("message", text=text, level=level)
+        self.emit("message", text=text, level=level)
 
     def close(self) -> None:
         """End the run: it is finished, and the next one of its name is a new one."""
         if self._closed:
             return
+        if self.engine is not None:
+            self.engine.check_last_gradient()
         best_step, best_loss = self.best or (None, None)
-        self._emit(
+        self.emit(
             "end",
             step=self.engine.steps_done if self.engine else 0,
             loss=self._last_loss,
@@ -391,12 +298,12 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._flush_event()
         self.requests.close()
-        if self._event_log:
-            self._event_log.close()
+        self._recorder.close()
         self._comm.close()
         self._undo_output()
+        for lock in self._locks:
+            lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -420,7 +327,7 @@ class Run:
         engine = self._need_engine("record_validation")
         metrics = {name: metric for name, metric in results.items() if name != "loss"}
         self._last_metrics = metrics
-        self._emit(
+        self.emit(
             "validation",
             step=engine.steps_done,
             epoch=self._epoch(),
@@ -434,7 +341,7 @@ class Run:
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Put an event into the log; only rank 0 writes."""
-        self._emit(kind, **fields)
+        self._recorder.emit(kind, **fields)
 
     # Inside -------------------------------------------------------------------------------------------------------
 
@@ -443,7 +350,7 @@ class Run:
         self._last_loss = result.loss
         # Not when the loader hands a batch out: a save before its step must not count it.
         self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
-        self._emit(
+        self.emit(
             "step",
             step=result.step,
             epoch=self._epoch(batch),
@@ -462,6 +369,9 @@ class Run:
             "position": [position.epoch, position.consumed],
             "steps_done": steps_done,
             "micro_batch": loader.order.micro_batch,
+            "samples": loader.order.size,
+            "global_batch": loader.order.global_batch,
+            "shuffle": loader.order.shuffle,
         }
 
     def _epoch(self, batch: StepBatch | None = None) -> float:
@@ -481,7 +391,7 @@ class Run:
                 self.status("saving before the stop")
                 self.save()
                 text = f"stopped after step {engine.steps_done} with a complete checkpoint; the same command goes on"
-                self._emit("stop", reason=reason, step=engine.steps_done, text=text)
+                self.emit("stop", reason=reason, step=engine.steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
 
@@ -489,7 +399,7 @@ class Run:
         self._announced = True
         loader = self._loaders.get("train") or next(iter(self._loaders.values()))
         engine = self.engine
-        self._emit(
+        self.emit(
             "start",
             run=self.folder.path.name,
             layout=str(self.layout),
@@ -513,51 +423,51 @@ class Run:
         )
         self._step_started = time.monotonic()
 
-    def _find_checkpoint(self, resume: str) -> Path | None:
-        def find() -> str | None:
-            if resume not in ("auto", "never"):
-                return resume
-            found = latest_checkpoint(self.folder.path, lambda text: self.message(text, "warning"))
-            return str(found) if found and resume == "auto" else None
+    def _saved_progress(self, name: str, dataset: Any, global_batch: int, shuffle: bool) -> dict[str, Any]:
+        """Where the checkpoint left a loader; one that would give other samples is refused."""
+        saved: dict[str, Any] = self._start.index["loaders"].get(name, {}) if self._start else {}
+        now = {"samples": dataset_size(dataset, name), "global_batch": global_batch, "shuffle": shuffle}
+        for key, value in now.items():
+            if saved and saved[key] != value:
+                raise UserError(
+                    f"the checkpoint was written with {key} = {saved[key]} and the loader {name!r} now has {value}",
+                    "use the data and the batch as before, or start anew with --resume never",
+                )
+        return saved
 
-        found = self._comm.once("checkpoint", find)
-        if found is None:
-            return None
-        if resume == "auto":
-            self.best = best_checkpoint(self.folder.path)
-        check_layout(Path(found), self.layout)
-        return Path(found)
+    def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
+        return Order(
+            size=dataset_size(dataset, what),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=self.seed,
+            data_rank=self.layout.data_rank(self.rank),
+            data_size=self.layout.data_size,
+            equal_counts=self.layout.fsdp > 1,
+            shuffle=shuffle,
+        )
 
-    def _saved(self, key: str) -> dict[str, Any]:
-        if self._checkpoint is None:
-            return {}
-        from lockstep.checkpoint.format import read_index
-
-        value = read_index(self._checkpoint)[key]
-        assert isinstance(value, dict)
-        return value
-
-    def _reading(
-        self, workers: int | None, prefetch: int, persistent: bool, collate: Callable[[list[Any]], Any]
-    ) -> Reading:
+    def _reading(self, workers: int | None, prefetch: int, persistent: bool, collate: Collate) -> Reading:
         if workers is None:
             workers = min(MOST_WORKERS, cpus_per_rank(self._comm.place) - 1)
         return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate)
 
-    def _readers(self, launched: bool) -> list[Reader]:
+    def _show(self, launched: bool) -> tuple[Callable[[], None], list[Reader]]:
+        """Send the output to the rank's log, and to the console where no launcher has it; who reads the events."""
         from lockstep.sinks.tensorboard import TensorBoard
 
-        readers: list[Reader] = [TensorBoard(self.folder.path / "tb", self._say_once)]
-        if not launched:
-            from rich.console import Console as Terminal
+        log = self.folder.log(socket.gethostname().split(".")[0], self.rank)
+        tensorboard = TensorBoard(self.folder.path / "tb", self.message)
+        if launched:
+            return (lambda: None), [tensorboard]
+        if not self.is_main:
+            return redirect_to(log), []
+        from rich.console import Console as Terminal
 
-            from lockstep.sinks.console import Console
+        from lockstep.sinks.console import Console
 
-            readers.append(Console(Terminal()))
-        return readers
-
-    def _say_once(self, text: str) -> None:
-        self.message(text)
+        console = Console(Terminal(file=sys.stdout))
+        return tee_to(log, console.print_line), [tensorboard, console]
 
     def _warn_unused_gpus(self) -> None:
         place = self._comm.place
@@ -575,51 +485,20 @@ class Run:
             raise UserError(f"run.{what} needs a model", "call run.setup(...) before it")
         return self.engine
 
-    def _emit(self, kind: str, **fields: Any) -> None:
-        """Write the event before this one; a number that is still on a GPU has arrived by then."""
-        if self._event_log is None:
-            return
-        self._flush_event()
-        self._pending = (kind, fields)
-        if not any(_on_gpu(value) for value in fields.values()):
-            self._flush_event()
-
-    def _flush_event(self) -> None:
-        if self._pending and self._event_log:
-            (kind, fields), self._pending = self._pending, None
-            self._event_log.emit(kind, **_plain(fields))
-
     def _emit_failure(self, error: BaseException) -> None:
         step = self.engine.steps_done if self.engine else 0
-        self._emit("stop", reason="failed", step=step, text=f"{type(error).__name__}: {error}")
+        self.emit("stop", reason="failed", step=step, text=f"{type(error).__name__}: {error}")
 
     def _at_exit(self) -> None:
-        """A script that ends without run.close(): finished if it ended by itself, unfinished after an exception."""
+        """A script that ends without run.close(): finished if its loaders were read to the end."""
         error = getattr(sys, "last_value", None)
-        if error is None:
+        if error is not None:
+            self._emit_failure(error)
+        if error is None and all(loader.is_read for loader in self._loaders.values()):
             self.close()
         else:
-            self._emit_failure(error)
             self.leave()
-
-
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
 
 
 def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
     return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}
-
-
-def _on_gpu(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_on_gpu(part) for part in value.values())
-    return isinstance(value, torch.Tensor) and value.is_cuda
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return value.item() if isinstance(value, torch.Tensor) else value

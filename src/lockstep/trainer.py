@@ -18,9 +18,10 @@ from lockstep.config import Cadence, Config, Layer, resolve
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, Metric, StepResult
 from lockstep.folder import write_config
+from lockstep.join import init
 from lockstep.optim import optimizer_factory, schedule_function
 from lockstep.recipes.task import task_of
-from lockstep.run import Run, init
+from lockstep.run import Run
 
 
 class Trainer:
@@ -95,7 +96,7 @@ class Trainer:
             return {}
         self.run.status("validating")
         started = time.monotonic()
-        results = self.run.evaluate(self.task.validation, self.task.metrics, micro_batch=self.loader.order.micro_batch)
+        results = self.run.evaluate(self.task.validation, self.task.metrics, workers=self.config.data.workers)
         loss = results["loss"].value
         best = self.run.best is None or loss < self.run.best[1]
         samples = len(self.task.validation)  # type: ignore[arg-type]
@@ -150,9 +151,10 @@ class Trainer:
 
     def _due(self, cadence: Cadence, request: str, last: float, step: int) -> bool:
         """Whether it is time, on all ranks at once: a clock only asks, and the ranks agree with the next step."""
-        minutes = (time.monotonic() - last) / 60
-        if cadence.unit == "minutes":
-            if cadence.due(step, None, minutes):
-                self.run.requests.ask(request)
-            return request in self.run.requests.agreed
-        return cadence.due(step, self.loader.steps_per_epoch, minutes)
+        if cadence.unit != "minutes":
+            return cadence.due(step, self.loader.steps_per_epoch, 0.0)
+        if request in self.run.requests.agreed:
+            return True
+        if cadence.due(step, None, (time.monotonic() - last) / 60):
+            self.run.requests.ask(request)
+        return False

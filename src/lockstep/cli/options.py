@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +13,9 @@ import typer
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from lockstep.config import LaunchConfig
     from lockstep.folder import RunFolder
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
@@ -55,11 +61,11 @@ def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str
 
 
 def check_resume(resume: str) -> None:
-    """`--resume` is auto, never or a checkpoint folder."""
+    """`--resume` is auto, never or a whole checkpoint."""
     if resume not in ("auto", "never"):
-        from lockstep.checkpoint.format import read_index
+        from lockstep.checkpoint.resume import check_whole
 
-        read_index(Path(resume))
+        check_whole(Path(resume))
 
 
 def check_can_continue(folder: RunFolder, layout: str) -> None:
@@ -70,3 +76,54 @@ def check_can_continue(folder: RunFolder, layout: str) -> None:
 
     if folder.continues and (steps := steps_on_disk(folder.path)):
         check_layout(step_folder(folder.path, steps[-1]), Layout.parse(layout))
+
+
+def print_plan(
+    config: LaunchConfig, origin: Mapping[str, str], folder: RunFolder, terminal: Terminal, as_json: bool
+) -> None:
+    """What `--dry-run` shows: every value, where it came from, and which run it would be."""
+    from rich.table import Table
+
+    from lockstep.config import flatten
+
+    values = dict(flatten(config.model_dump(mode="json")))
+    if as_json:
+        plan = {key: {"value": value, "from": origin.get(key, "default")} for key, value in values.items()}
+        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan}))
+        return
+    table = Table("key", "value", "from", box=None, header_style="bold", pad_edge=False)
+    for key, value in values.items():
+        table.add_row(key, "unset" if value is None else str(value), origin.get(key, "default"))
+    terminal.print(table)
+    terminal.print(f"\nwould be: {folder.announce()}; nothing was started or written")
+
+
+def train_in(
+    folder: RunFolder,
+    config: LaunchConfig,
+    worker: list[str],
+    terminal: Terminal,
+    *,
+    told: dict[str, Any],
+    resume: str,
+    unused_gpus: str | None,
+) -> int:
+    """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
+    from lockstep.folder import create_folder, hold
+    from lockstep.launch.local import launch
+    from lockstep.sinks.console import Console
+
+    create_folder(folder, config)
+    assert config.nproc is not None
+    with hold(folder.path):
+        terminal.print(folder.announce())
+        if unused_gpus:
+            terminal.print(unused_gpus, style="yellow")
+        console = Console(terminal)
+        try:
+            outcome = launch(worker, config.nproc, folder, console, options=told, resume=resume)
+        finally:
+            console.close()
+    if outcome.text:
+        print(f"lockstep: {outcome.text}", file=sys.stderr)
+    return outcome.code

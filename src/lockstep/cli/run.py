@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,40 +31,30 @@ def run_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
-    from lockstep.folder import choose_folder, create_folder
-    from lockstep.launch.local import launch
+    from lockstep.folder import choose_folder
     from lockstep.layout import Layout
-    from lockstep.sinks.console import Console
 
     if not script.is_file():
         raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
     told |= cfg.parse_assignments(set_ or [])
+    origin = dict.fromkeys(["script", *(["args"] if args else []), *told], "the command line")
     config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
-    count, _, unused = opt.processes(config.nproc, config.device, config.share_gpu)
+    count, chosen, unused = opt.processes(config.nproc, config.device, config.share_gpu)
+    origin.setdefault("nproc", f"{chosen} processes")
+    config = config.model_copy(update={"nproc": count})
     resolved = Layout.parse(config.layout).resolve(count)
-    config = config.model_copy(update={"nproc": count, "layout": str(resolved)})
     opt.check_resume(resume)
     folder = choose_folder(config.name or script.stem, run_dir, resume)
-    opt.check_can_continue(folder, config.layout)
+    if "layout" in told:  # else the script may say
+        config = config.model_copy(update={"layout": str(resolved)})
+        opt.check_can_continue(folder, config.layout)
     if dry_run:
-        shown = json.dumps(config.model_dump()) if as_json else cfg.to_toml(config)
-        print(shown)
-        terminal.print(f"would be: {folder.announce()}; nothing was started or written")
+        opt.print_plan(config, origin, folder, terminal, as_json)
         return 0
-    create_folder(folder, config)
-    terminal.print(folder.announce())
-    if unused:
-        terminal.print(unused, style="yellow")
-    console = Console(terminal)
-    try:
-        worker = ["script", str(script), *(args or [])]
-        outcome = launch(worker, count, folder, console, options=told, resume=resume)
-    finally:
-        console.close()
-    if outcome.text:
-        print(f"lockstep: {outcome.text}", file=sys.stderr)
+    worker = ["script", str(script), *(args or [])]
+    code = opt.train_in(folder, config, worker, terminal, told=told, resume=resume, unused_gpus=unused)
     if as_json:
-        print(json.dumps({"run": str(folder.path), "exit": outcome.code}))
-    return outcome.code
+        print(json.dumps({"run": str(folder.path), "exit": code}))
+    return code

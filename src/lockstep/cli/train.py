@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,7 +39,7 @@ def train_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
-    from lockstep.folder import check_same_training, choose_folder, create_folder
+    from lockstep.folder import check_same_training, choose_folder
 
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
@@ -63,13 +62,25 @@ def train_command(
 
     parameters = _check_with_torch(resolved)
     if dry_run:
-        _print_plan(resolved, folder, parameters, terminal, as_json)
+        _explain(resolved, parameters, terminal)
+        opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json)
         return 0
-    create_folder(folder, resolved.config)
-    terminal.print(folder.announce())
-    if unused:
-        terminal.print(unused, style="yellow")
-    return _launch(folder, resolved, resume, terminal, as_json)
+    launch_keys = cfg.LaunchConfig.model_fields
+    options = {key: value for key, value in resolved.config.model_dump().items() if key in launch_keys}
+    code = opt.train_in(
+        folder,
+        resolved.config,
+        ["train", str(folder.path)],
+        terminal,
+        told={**options, "steps": None},  # the trainer reads them from the config
+        resume=resume,
+        unused_gpus=unused,
+    )
+    if as_json:
+        print(json.dumps(_result(folder, code)))
+    elif code == 0:
+        _next_commands(folder, resolved.config.recipe, terminal)
+    return code
 
 
 def _list_recipes() -> int:
@@ -109,49 +120,12 @@ def _check_with_torch(resolved: Resolved) -> int:
         return sum(parameter.numel() for parameter in task.build_model().parameters())
 
 
-def _print_plan(resolved: Resolved, folder: RunFolder, parameters: int, terminal: Terminal, as_json: bool) -> None:
-    from rich.table import Table
-
-    from lockstep.config import flatten
+def _explain(resolved: Resolved, parameters: int, terminal: Terminal) -> None:
     from lockstep.layout import Layout
 
-    values = dict(flatten(resolved.config.model_dump(mode="json")))
-    if as_json:
-        plan = {key: {"value": value, "from": resolved.origin.get(key, "default")} for key, value in values.items()}
-        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan}))
-        return
-    table = Table("key", "value", "from", box=None, header_style="bold", pad_edge=False)
-    for key, value in values.items():
-        shown = "unset" if value is None else str(value)
-        table.add_row(key, shown, resolved.origin.get(key, "default"))
-    terminal.print(table)
     layout = Layout.parse(resolved.config.layout)
-    terminal.print(f"\nlayout {layout}: {layout.explain()}")
-    terminal.print(f"model: {parameters:,} parameters")
-    terminal.print(f"would be: {folder.announce()}; nothing was started or written")
-
-
-def _launch(folder: RunFolder, resolved: Resolved, resume: str, terminal: Terminal, as_json: bool) -> int:
-    from lockstep.config import LaunchConfig
-    from lockstep.launch.local import launch
-    from lockstep.sinks.console import Console
-
-    config = resolved.config
-    options = {key: value for key, value in config.model_dump().items() if key in LaunchConfig.model_fields}
-    options["steps"] = None  # in the config the trainer reads
-    console = Console(terminal)
-    assert config.nproc is not None
-    try:
-        outcome = launch(["train", str(folder.path)], config.nproc, folder, console, options=options, resume=resume)
-    finally:
-        console.close()
-    if outcome.text:
-        print(f"lockstep: {outcome.text}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(_result(folder, outcome.code)))
-    elif outcome.code == 0:
-        _next_commands(folder, config.recipe, terminal)
-    return outcome.code
+    terminal.print(f"layout {layout}: {layout.explain()}")
+    terminal.print(f"model: {parameters:,} parameters\n")
 
 
 def _result(folder: RunFolder, code: int) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class Loader:
     name: str = "train"
     before_step: Callable[[], None] = field(default=lambda: None)
     steps_done: int = 0
+    is_read: bool = False
+    """Whether it was iterated to its end."""
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -90,13 +92,19 @@ class Loader:
         return None if per_epoch is None else per_epoch * (self.epochs or 1)
 
     def __iter__(self) -> Iterator[StepBatch]:
+        if self.is_read:
+            raise UserError(
+                f"the loader {self.name!r} has given all its steps", "make it with the epochs or steps you need"
+            )
         for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             self.before_step()
             self.position = batch.after
             self.steps_done += 1
+            self.is_read = self.steps_done == self.total_steps
             yield replace(batch, loader=self.name)
+        self.is_read = True
         self.before_step()
 
     def _planned(self) -> Iterator[StepBatch]:

@@ -31,7 +31,7 @@ def main() -> None:
 
     def train() -> None:
         from lockstep.config import from_toml
-        from lockstep.run import init
+        from lockstep.join import init
         from lockstep.trainer import Trainer
 
         with init() as run:

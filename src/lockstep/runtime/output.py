@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TextIO
 
 
 def redirect_to(path: Path) -> Callable[[], None]:
@@ -30,34 +31,50 @@ def redirect_to(path: Path) -> Callable[[], None]:
     return undo
 
 
-def tee_to(path: Path) -> Callable[[], None]:
-    """Copy what Python writes to stdout and stderr into a file as well; returns how to undo it."""
+def tee_to(path: Path, show: Callable[[str], None]) -> Callable[[], None]:
+    """Write what Python prints into a file, and `show` it line by line; returns how to undo it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("a", encoding="utf-8", buffering=1)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Tee(streams[0], log), _Tee(streams[1], log)
+    out, err = _Lines(streams[0], log, show), _Lines(streams[1], log, show)
+    sys.stdout, sys.stderr = out, err
 
     def undo() -> None:
         sys.stdout, sys.stderr = streams
+        out.end_line()
+        err.end_line()
         log.close()
 
     return undo
 
 
-class _Tee:
-    """A text stream that writes to a second one too; everything else is the first one's."""
+class _Lines(io.TextIOBase):
+    """A text stream that hands on whole lines, so that a live bar below them stays whole too."""
 
-    def __init__(self, stream: IO[str], copy: IO[str]) -> None:
+    def __init__(self, stream: TextIO, log: IO[str], show: Callable[[str], None]) -> None:
         self._stream = stream
-        self._copy = copy
+        self._log = log
+        self._show = show
+        self._rest = ""
 
     def write(self, text: str) -> int:
-        self._copy.write(text)
-        return self._stream.write(text)
+        self._log.write(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._show(line)
+        return len(text)
 
-    def flush(self) -> None:
-        self._copy.flush()
-        self._stream.flush()
+    def end_line(self) -> None:
+        if self._rest:
+            self._show(self._rest)
+            self._rest = ""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
