@@ -249,8 +249,8 @@ class Run:
         )
         self._step_started = time.monotonic()
 
-    def log(self, **values: float | torch.Tensor) -> None:
-        """Record numbers of the script's own with the current step; they show in the bar, TensorBoard and events."""
+    def log(self, **values: Any) -> None:
+        """Record numbers of the script's own (also of numpy and torch) with the current step."""
         self.emit("metric", step=self.engine.steps_done if self.engine else 0, values=values)
 
     def print(self, *values: object) -> None:

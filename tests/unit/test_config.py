@@ -500,7 +500,11 @@ def test_a_layout_that_does_not_fit_the_processes_is_refused() -> None:
 
 def test_a_batch_per_device_that_cannot_hold_a_micro_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"^micro_batch 8 is larger than global_batch 4: lower one of them$"):
-        for_world(with_set("batch_per_device=2"), 2)
+        for_world(with_set("batch_per_device=2", "micro_batch=8"), 2)
+
+
+def test_a_batch_per_device_makes_the_micro_batch_of_a_recipe_smaller() -> None:
+    assert for_world(with_set("batch_per_device=2"), 2).config.micro_batch == 4
 
 
 def test_what_a_recipe_chose_gives_way_to_a_smaller_run() -> None:

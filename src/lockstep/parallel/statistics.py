@@ -113,14 +113,22 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def not_counting(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """A forward that normalises as usual and leaves the running statistics alone."""
+    """A forward that normalises as usual and leaves the running statistics alone.
+
+    By a momentum of 0, not by switching the tracking off: a recomputed forward has to save as many tensors as the first.
+    """
+    before = [
+        (layer.momentum, layer.num_batches_tracked.clone()) for layer in layers if layer.num_batches_tracked is not None
+    ]
     for layer in layers:
-        layer.track_running_stats = False
+        layer.momentum = 0.0
     try:
         yield
     finally:
-        for layer in layers:
-            layer.track_running_stats = True
+        for layer, (momentum, batches) in zip(layers, before, strict=True):
+            layer.momentum = momentum
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(batches)
 
 
 def _refuse_unknown_statistics(name: str, module: nn.Module) -> None:
