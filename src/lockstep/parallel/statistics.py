@@ -115,7 +115,7 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 def not_counting(layers: Sequence[_BatchNorm]) -> Iterator[None]:
     """A forward that normalises as usual and leaves the running statistics alone.
 
-    By a momentum of 0, not by switching the tracking off: a recomputed forward has to save as many tensors as the first.
+    By a momentum of 0, not by switching the tracking off: a recomputed forward has to save the same tensors again.
     """
     before = [
         (layer.momentum, layer.num_batches_tracked.clone()) for layer in layers if layer.num_batches_tracked is not None

@@ -16,7 +16,7 @@ class LmSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     context: int = Field(128, gt=0, description="bytes the model sees at once")
-    width: int = Field(128, gt=0, description="size of the hidden state")
+    width: int = Field(96, gt=0, description="size of the hidden state")
     layers: int = Field(4, gt=0, description="number of blocks")
     heads: int = Field(4, gt=0, description="attention heads of a block")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped while training")
@@ -67,15 +67,15 @@ _LM = Recipe(
     module="lockstep.recipes.lm",
     model_settings=LmSettings,
     defaults={
-        "steps": 600,
-        "global_batch": 32,
-        "micro_batch": 8,
+        "steps": 700,
+        "global_batch": 16,
+        "micro_batch": 4,
         "seed": 0,
         "precision": "fp32",
         "clip": 1.0,
         "validate_every": "100 steps",
         "save_every": "100 steps",
-        "optimizer": {"name": "adamw", "lr": 3e-3, "args": {"weight_decay": 0.1, "betas": [0.9, 0.95]}},
+        "optimizer": {"name": "adamw", "lr": 6e-3, "args": {"weight_decay": 0.1, "betas": [0.9, 0.99]}},
         "schedule": {"name": "cosine", "warmup_steps": 20, "final": 0.1},
         "model": LmSettings().model_dump(),
     },

@@ -110,7 +110,7 @@ class GPT(nn.Module):
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """Cross-entropy in nats, summed over the predicted bytes, and how many they are."""
     logits = model(batch["x"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
 
 
 @torch.no_grad()
