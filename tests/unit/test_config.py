@@ -75,7 +75,7 @@ def test_a_layer_changes_only_what_it_names_within_a_table() -> None:
 def test_arguments_of_the_optimizer_are_added_to_the_recipes() -> None:
     assert with_set("optimizer.args.weight_decay=0.5").config.optimizer.args == {
         "weight_decay": 0.5,
-        "betas": [0.9, 0.95],
+        "betas": [0.9, 0.99],
     }
 
 
@@ -181,9 +181,9 @@ MISTAKES = [
         ["global_batch=8", "batch_per_device=2"],
         "global_batch and batch_per_device contradict each other: say one of them",
     ),
-    (["micro_batch=64"], "micro_batch 64 is larger than global_batch 32: lower one of them"),
-    (["schedule.warmup_steps=600"], "schedule.warmup_steps 600 leaves nothing of 600 steps: shorten one"),
-    (["model.heads=3"], "model.width 128 is not divisible by heads 3: make it a multiple of heads"),
+    (["micro_batch=64"], "micro_batch 64 is larger than global_batch 16: lower one of them"),
+    (["schedule.warmup_steps=700"], "schedule.warmup_steps 700 leaves nothing of 700 steps: shorten one"),
+    (["model.heads=5"], "model.width 96 is not divisible by heads 5: make it a multiple of heads"),
     (
         ["share_gpu=true", "backend=nccl"],
         "share_gpu and backend nccl contradict each other: nccl refuses two ranks on one GPU",
@@ -347,7 +347,7 @@ def test_minutes_are_due_once_they_have_passed(minutes: float, due: bool) -> Non
         ("recompute=true", {"recompute": True}),
         ("recompute = false", {"recompute": False}),
         ("optimizer.lr=0.01", {"optimizer": {"lr": 0.01}}),
-        ("optimizer.args.betas=[0.9, 0.95]", {"optimizer": {"args": {"betas": [0.9, 0.95]}}}),
+        ("optimizer.args.betas=[0.9, 0.99]", {"optimizer": {"args": {"betas": [0.9, 0.99]}}}),
         ("optimizer.args={nesterov = true}", {"optimizer": {"args": {"nesterov": True}}}),
         ("name=first try", {"name": "first try"}),
         ('name="3"', {"name": "3"}),

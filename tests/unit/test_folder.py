@@ -330,10 +330,10 @@ def test_going_on_may_change_how_far_and_where_but_not_what(tmp_path: Path, chan
     ("changed", "key", "old", "new"),
     [
         ("seed=1", "seed", 0, 1),
-        ("global_batch=64", "global_batch", 32, 64),
+        ("global_batch=64", "global_batch", 16, 64),
         ("precision=bf16", "precision", "fp32", "bf16"),
         ("clip=0.5", "clip", 1.0, 0.5),
-        ("optimizer.lr=0.5", "optimizer.lr", 0.003, 0.5),
+        ("optimizer.lr=0.5", "optimizer.lr", 0.006, 0.5),
         ("schedule.name=linear", "schedule.name", "cosine", "linear"),
         ("data.shuffle=false", "data.shuffle", True, False),
         ("data.path=mine.txt", "data.path", None, "mine.txt"),
@@ -341,8 +341,8 @@ def test_going_on_may_change_how_far_and_where_but_not_what(tmp_path: Path, chan
         (
             "optimizer.args.weight_decay=0.0",
             "optimizer.args",
-            {"weight_decay": 0.1, "betas": [0.9, 0.95]},
-            {"weight_decay": 0.0, "betas": [0.9, 0.95]},
+            {"weight_decay": 0.1, "betas": [0.9, 0.99]},
+            {"weight_decay": 0.0, "betas": [0.9, 0.99]},
         ),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -92,8 +95,6 @@ def _list_recipes() -> int:
 
 
 def _named_layer(what: str | None) -> list[Any]:
-    from pathlib import Path
-
     from lockstep.config import Layer, read_toml
 
     if what is None:
@@ -137,14 +138,22 @@ def _result(folder: RunFolder, code: int) -> dict[str, Any]:
 
 
 def _next_commands(folder: RunFolder, recipe: str, terminal: Terminal) -> None:
-    command = f"lockstep train{'' if recipe == 'lm' else ' ' + recipe}"
+    program, tensorboard = _as_typed("lockstep"), _as_typed("tensorboard")
+    command = f"{program} train{'' if recipe == 'lm' else ' ' + recipe}"
     tries = (
         (f"{command} --layout fsdp=2", "the same numbers with sharded parameters"),
         (f"{command} --set seed=1 --steps 50", "change any value; --dry-run shows them all"),
-        (f"tensorboard --logdir {folder.path / 'tb'}", "the curves"),
-        ("lockstep train --list", "the other recipes"),
+        (f"{tensorboard} --logdir {folder.path / 'tb'}", "the curves"),
+        (f"{program} train --list", "the other recipes"),
     )
     width = max(len(text) for text, _ in tries)
     terminal.print("\ntry next:")
     for text, why in tries:
         terminal.print(f"  {text:{width}}  {why}", markup=False, soft_wrap=True)
+
+
+def _as_typed(program: str) -> str:
+    """A command of this environment as the user can type it: by its name when it is on the PATH, else by its path."""
+    beside = Path(sys.argv[0]).with_name(program)
+    found = shutil.which(program)
+    return str(beside) if beside.exists() and (found is None or Path(found).resolve() != beside.resolve()) else program
