@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cli.commands import events, lockstep
+import lockstep
+from tests.cli.commands import events
+from tests.cli.commands import lockstep as command
+from tests.parity.problems import RaggedTexts, TinyGPT, text_loss
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +23,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def train(folder: Path, *options: str) -> list[float]:
-    done = lockstep(folder, "train", "lm", "--steps", STEPS, "--set", "schedule.warmup_steps=5", "--json", *options)
+    done = command(folder, "train", "lm", "--steps", STEPS, "--set", "schedule.warmup_steps=5", "--json", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == int(STEPS)
     return losses(folder)
@@ -57,6 +61,51 @@ def test_bf16_on_the_gpu_trains(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_refused_without_share_gpu(tmp_path):
-    done = lockstep(tmp_path, "train", "--nproc", "64")
+    done = command(tmp_path, "train", "--nproc", "64")
     assert done.returncode == 2
     assert "--share-gpu" in done.stderr
+
+
+def steps_with_a_fused_optimizer(folder: Path, until: int) -> list[float]:
+    run = lockstep.init("single", run_dir=folder)
+    engine = run.setup(
+        TinyGPT, text_loss, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    )
+    losses = []
+    for batch in run.loader(RaggedTexts(), 8, micro_batch=4, steps=8, workers=2):
+        losses.append(engine.step(batch).loss)
+        if engine.steps_done == until:
+            run.save()
+            break
+    run.leave()
+    return losses
+
+
+def test_a_fused_optimizer_goes_on_where_it_stopped(tmp_path):
+    whole = steps_with_a_fused_optimizer(tmp_path / "whole", 8)
+    first = steps_with_a_fused_optimizer(tmp_path / "parts", 5)
+    assert first + steps_with_a_fused_optimizer(tmp_path / "parts", 8) == whole
+
+
+class OneInfinity(RaggedTexts):
+    """Texts of which one makes the loss infinite."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "bad": torch.tensor(float("inf") if index == 5 else 1.0)}
+
+
+def weighted(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    total, weight = text_loss(model, batch)
+    return total * batch["bad"].max(), weight
+
+
+def test_an_infinite_loss_stops_before_the_weights_change(tmp_path):
+    run = lockstep.init("single", run_dir=tmp_path / "run")
+    engine = run.setup(TinyGPT, weighted, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    with pytest.raises(lockstep.NonFiniteError) as stopped:
+        for batch in run.loader(OneInfinity(), 8, micro_batch=4, shuffle=False, workers=0):
+            engine.step(batch)
+    run.leave()
+    assert stopped.value.step == 1
+    assert 5 in stopped.value.sample_ids
+    assert all(parameter.isfinite().all() for parameter in engine.model.parameters())
