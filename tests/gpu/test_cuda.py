@@ -102,9 +102,9 @@ def weighted(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[to
 def test_an_infinite_loss_stops_before_the_weights_change(tmp_path):
     run = lockstep.init("single", run_dir=tmp_path / "run")
     engine = run.setup(TinyGPT, weighted, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    batch = next(iter(run.loader(OneInfinity(), 8, micro_batch=4, shuffle=False, workers=0)))
     with pytest.raises(lockstep.NonFiniteError) as stopped:
-        for batch in run.loader(OneInfinity(), 8, micro_batch=4, shuffle=False, workers=0):
-            engine.step(batch)
+        engine.step(batch)
     run.leave()
     assert stopped.value.step == 1
     assert 5 in stopped.value.sample_ids

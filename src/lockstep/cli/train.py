@@ -63,7 +63,8 @@ def train_command(
         check_same_training(folder, resolved.config)
         opt.check_can_continue(folder, resolved.config.layout)
 
-    parameters = _check_with_torch(resolved)
+    with terminal.status("checking the recipe"):  # a person sees that torch's import takes its seconds
+        parameters = _check_with_torch(resolved)
     if dry_run:
         _explain(resolved, parameters, terminal)
         opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json)
