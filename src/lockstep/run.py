@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -86,8 +87,12 @@ class Run:
         if not launched:
             self.message(folder.announce())
             self._warn_unused_gpus()
-        warn = lambda text: self.message(text, "warning")  # noqa: E731
-        self._start = find_starting_point(folder.path, resume, layout, self.seed, comm, warn)
+        try:
+            warn = partial(self.message, level="warning")
+            self._start = find_starting_point(folder.path, resume, layout, self.seed, comm, warn)
+        except BaseException:
+            self.leave()
+            raise
         self.best = self._start.best if self._start else None
         if threading.current_thread() is threading.main_thread():
             self.requests.listen()

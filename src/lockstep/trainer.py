@@ -10,6 +10,7 @@ validate, save, show a sample, end
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ class Trainer:
         started = time.monotonic()
         results = self.run.evaluate(self.task.validation, self.task.metrics, workers=self.config.data.workers)
         loss = results["loss"].value
-        best = self.run.best is None or loss < self.run.best[1]
+        best = math.isfinite(loss) and (self.run.best is None or loss < self.run.best[1])
         samples = len(self.task.validation)  # type: ignore[arg-type]
         self.run.record_validation(results, samples, time.monotonic() - started, best)
         self.last_validation = results
