@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
-import platform
 import socket
 import sys
 import threading
@@ -19,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from lockstep import __version__
 from lockstep.checkpoint.load import load_shard
 from lockstep.checkpoint.resume import find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
@@ -32,6 +29,7 @@ from lockstep.errors import UserError
 from lockstep.events import EventLog, Reader
 from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
+from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch
 from lockstep.parallel.apply import parallelize
@@ -40,7 +38,6 @@ from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import visible_gpus
 from lockstep.runtime.output import redirect_to, tee_to
 from lockstep.runtime.place import cpus_per_rank
-from lockstep.runtime.recorder import Recorder
 
 MOST_WORKERS = 8
 
@@ -71,19 +68,15 @@ class Run:
         self.folder = folder
         self.requests = Requests()
         self.engine: Engine | None = None
-        self.item, self.items_per_sample = "samples", 1
         self._comm = comm
         self._config = config
         self._locks = locks
         self._keep = 2
         self._loaders: dict[str, Loader] = {}
         self._progress: dict[str, dict[str, Any]] = {}
-        self._started = self._step_started = time.monotonic()
         self._announced = self._closed = False
-        self._last_loss = math.nan
-        self._last_metrics: dict[str, Metric] = {}
         self._undo_output, readers = self._show(launched)
-        self._recorder = Recorder(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
+        self.journal = Journal(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
         if not launched:
             self.message(folder.announce())
             self._warn_unused_gpus()
@@ -191,7 +184,7 @@ class Run:
             if self.engine is not None and not isinstance(dataset, IterableDataset):
                 self.status("measuring how many samples one forward can hold")
                 order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
-            self.emit("config", micro_batch=order.micro_batch)
+            self.journal.emit("config", micro_batch=order.micro_batch)
         loader = Loader(
             dataset,
             order,
@@ -244,19 +237,12 @@ class Run:
             if best_loss is not None:
                 mark_best(self.folder.path, step, best_loss)
             prune(self.folder.path, self._keep, self.best[0] if self.best else None)
-        self.emit(
-            "checkpoint",
-            step=step,
-            path=f"checkpoints/step-{step:08d}",
-            seconds=time.monotonic() - started,
-            bytes=size,
-            best=best_loss is not None,
-        )
-        self._step_started = time.monotonic()
+        path = f"checkpoints/step-{step:08d}"
+        self.journal.checkpoint(step, path, time.monotonic() - started, size, best_loss is not None)
 
     def log(self, **values: Any) -> None:
         """Record numbers of the script's own (also of numpy and torch) with the current step."""
-        self.emit("metric", step=self.engine.steps_done if self.engine else 0, values=values)
+        self.journal.emit("metric", step=self._steps_done, values=values)
 
     def print(self, *values: object) -> None:
         """Print on the console, once, not once per rank."""
@@ -273,11 +259,11 @@ class Run:
 
     def status(self, text: str) -> None:
         """Say what the run is waiting for."""
-        self.emit("status", text=text)
+        self.journal.emit("status", text=text)
 
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
         """Say something once to the people who watch the run."""
-        self.emit("message", text=text, level=level)
+        self.journal.emit("message", text=text, level=level)
 
     def close(self) -> None:
         """End the run: it is finished, and the next one of its name is a new one."""
@@ -285,16 +271,7 @@ class Run:
             return
         if self.engine is not None:
             self.engine.check_last_gradient()
-        best_step, best_loss = self.best or (None, None)
-        self.emit(
-            "end",
-            step=self.engine.steps_done if self.engine else 0,
-            loss=self._last_loss,
-            best_loss=best_loss,
-            best_step=best_step,
-            metrics=_as_json(self._last_metrics),
-            seconds=time.monotonic() - self._started,
-        )
+        self.journal.end(self._steps_done, self.best)
         self.leave()
 
     def leave(self) -> None:
@@ -304,7 +281,7 @@ class Run:
         self._closed = True
         atexit.unregister(self._at_exit)
         self.requests.close()
-        self._recorder.close()
+        self.journal.close()
         self._comm.close()
         self._undo_output()
         for lock in self._locks:
@@ -318,7 +295,7 @@ class Run:
             self.close()
         else:
             if not isinstance(error, SystemExit | KeyboardInterrupt):
-                self._emit_failure(error)
+                self.journal.failure(self._steps_done, error)
             self.leave()
 
     # What the trainer calls too -----------------------------------------------------------------------------------
@@ -329,45 +306,18 @@ class Run:
 
     def record_validation(self, results: Mapping[str, Metric], samples: int, seconds: float, best: bool) -> None:
         """Put a validation into the event log."""
-        engine = self._need_engine("record_validation")
-        metrics = {name: metric for name, metric in results.items() if name != "loss"}
-        self._last_metrics = metrics
-        self.emit(
-            "validation",
-            step=engine.steps_done,
-            epoch=self._epoch(),
-            loss=results["loss"].value,
-            metrics=_as_json(metrics),
-            samples=samples,
-            seconds=seconds,
-            best=best,
-        )
-        self._step_started = time.monotonic()
-
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Put an event into the log; only rank 0 writes."""
-        self._recorder.emit(kind, **fields)
+        self.journal.validation(self._steps_done, self._epoch(), results, samples, seconds, best)
 
     # Inside -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _steps_done(self) -> int:
+        return self.engine.steps_done if self.engine else 0
+
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
-        now = time.monotonic()
-        self._last_loss = result.loss
         # Not when the loader hands a batch out: a save before its step must not count it.
         self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
-        self.emit(
-            "step",
-            step=result.step,
-            epoch=self._epoch(batch),
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            weight=result.weight,
-            items=batch.samples * self.items_per_sample,
-            seconds=now - self._step_started,
-            skipped=result.skipped,
-        )
-        self._step_started = now
+        self.journal.step(result, batch, self._epoch(batch))
 
     def _record_progress(self, loader: Loader, position: Position, steps_done: int) -> None:
         self._progress[loader.name] = {
@@ -389,44 +339,17 @@ class Run:
     def _boundary(self) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
-            self._announce()
+            self._announced = True
+            engine, loader = self._need_engine("loader"), next(iter(self._loaders.values()))
+            self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
         for request, reason, code in (("interrupt", "interrupted", 130), ("terminate", "terminated", 75)):
             if request in self.requests.agreed:
-                engine = self._need_engine("step")
                 self.status("saving before the stop")
                 self.save()
-                text = f"stopped after step {engine.steps_done} with a complete checkpoint; the same command goes on"
-                self.emit("stop", reason=reason, step=engine.steps_done, text=text)
+                text = f"stopped after step {self._steps_done} with a complete checkpoint; the same command goes on"
+                self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
-
-    def _announce(self) -> None:
-        self._announced = True
-        loader = self._loaders.get("train") or next(iter(self._loaders.values()))
-        engine = self.engine
-        self.emit(
-            "start",
-            run=self.folder.path.name,
-            layout=str(self.layout),
-            world_size=self.world_size,
-            nodes=self._comm.place.nodes,
-            device=self.device.type if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            precision=engine.precision if engine else "fp32",
-            resumed_from_step=engine.steps_done if engine and engine.steps_done else None,
-            total_steps=loader.total_steps,
-            steps_per_epoch=loader.steps_per_epoch,
-            global_batch=loader.order.global_batch,
-            micro_batch=loader.order.micro_batch,
-            item=self.item,
-            versions={
-                "lockstep": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            parameters=sum(p.numel() for p in engine.model.parameters()) if engine else 0,
-            host=socket.gethostname(),
-        )
-        self._step_started = time.monotonic()
 
     def _saved_progress(self, name: str, dataset: Any, global_batch: int, shuffle: bool) -> dict[str, Any]:
         """Where the checkpoint left a loader; one that would give other samples is refused."""
@@ -490,20 +413,12 @@ class Run:
             raise UserError(f"run.{what} needs a model", "call run.setup(...) before it")
         return self.engine
 
-    def _emit_failure(self, error: BaseException) -> None:
-        step = self.engine.steps_done if self.engine else 0
-        self.emit("stop", reason="failed", step=step, text=f"{type(error).__name__}: {error}")
-
     def _at_exit(self) -> None:
         """A script that ends without run.close(): finished if its loaders were read to the end."""
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self._emit_failure(error)
+            self.journal.failure(self._steps_done, error)
         if error is None and all(loader.is_read for loader in self._loaders.values()):
             self.close()
         else:
             self.leave()
-
-
-def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
-    return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}

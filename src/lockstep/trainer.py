@@ -51,7 +51,7 @@ class Trainer:
         self.run.keep_checkpoints(config.keep)
         self.run.status("reading the data")
         self.task = task_of(config)
-        self.run.item, self.run.items_per_sample = self.task.item, self.task.items_per_sample
+        self.run.journal.count_in(self.task.item, self.task.items_per_sample)
         self._validate_every = Cadence.parse(config.validate_every)
         self._save_every = Cadence.parse(config.save_every)
         self._validated = self._saved = time.monotonic()
@@ -69,7 +69,7 @@ class Trainer:
         run, engine = self.run, self.engine
         if self.task.baseline:
             name, loss = self.task.baseline
-            run.emit("baseline", name=name, loss=loss)
+            run.journal.emit("baseline", name=name, loss=loss)
         for batch in self.loader:
             out = engine.step(batch)
             yield out
@@ -88,7 +88,7 @@ class Trainer:
             engine.model.eval()
             prompt, text = self.task.showcase(engine.model)
             engine.rest()
-            run.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
+            run.journal.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
         run.close()
 
     def validate(self) -> dict[str, Metric]:
