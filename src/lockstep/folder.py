@@ -138,6 +138,18 @@ def check_same_training(folder: RunFolder, config: Config) -> None:
             )
 
 
+def check_same_script(folder: RunFolder, script: Path) -> None:
+    """Refuse to go on with a run that something else began."""
+    if folder.continues:
+        stored = read_toml(folder.path / CONFIG)
+        if Path(stored.get("script", "")).name != script.name:
+            began = stored.get("script") or f"lockstep train {stored.get('recipe', '')}".strip()
+            raise UserError(
+                f"{folder.path} is an unfinished run of {began}, not of {script}",
+                "use --name for a new run, or --resume never",
+            )
+
+
 def _numbered(path: Path) -> Iterator[Path]:
     yield path
     for number in range(2, 100_000):

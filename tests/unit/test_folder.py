@@ -13,7 +13,14 @@ import pytest
 
 from lockstep.config import Config, Layer, parse_assignments, resolve, to_toml
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, check_same_training, choose_folder, create_folder, write_config
+from lockstep.folder import (
+    RunFolder,
+    check_same_script,
+    check_same_training,
+    choose_folder,
+    create_folder,
+    write_config,
+)
 
 CONFIG = resolve([]).config
 
@@ -362,3 +369,12 @@ def test_going_on_with_another_recipe_is_refused(tmp_path: Path) -> None:
     unfinished(tmp_path / "lm")
     with pytest.raises(UserError, match="is an unfinished run with recipe = 'lm', now it is 'digits'"):
         check_same_training(RunFolder(tmp_path / "lm", attempt=2), config_with("recipe=digits"))
+
+
+def test_a_script_does_not_go_on_with_a_run_of_something_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 2)
+    (tmp_path / "config.toml").write_text('recipe = "digits"\n')
+    with pytest.raises(UserError, match=r"is an unfinished run of lockstep train digits, not of digits\.py"):
+        check_same_script(folder, Path("digits.py"))
+    (tmp_path / "config.toml").write_text('script = "examples/digits.py"\n')
+    check_same_script(folder, Path("./digits.py"))

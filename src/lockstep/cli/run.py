@@ -31,7 +31,7 @@ def run_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
-    from lockstep.folder import choose_folder
+    from lockstep.folder import check_same_script, choose_folder
     from lockstep.layout import Layout
 
     if not script.is_file():
@@ -47,6 +47,7 @@ def run_command(
     resolved = Layout.parse(config.layout).resolve(count)
     opt.check_resume(resume)
     folder = choose_folder(config.name or script.stem, run_dir, resume)
+    check_same_script(folder, script)
     if "layout" in told:  # else the script may say
         config = config.model_copy(update={"layout": str(resolved)})
         opt.check_can_continue(folder, config.layout)
