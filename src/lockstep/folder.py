@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class RunFolder:
     def log(self, host: str, rank: int) -> Path:
         """The file a rank's output goes to."""
         return self.path / "logs" / f"{host}.{rank}.log"
+
+    def log_here(self, rank: int) -> Path:
+        """The same for a rank on this host."""
+        return self.log(socket.gethostname().split(".")[0], rank)
 
     def announce(self) -> str:
         """The first line a command prints: whether a run begins or goes on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import socket
 import sys
 import threading
 import time
@@ -384,7 +383,7 @@ class Run:
         """Send the output to the rank's log, and to the console where no launcher has it; who reads the events."""
         from lockstep.sinks.tensorboard import TensorBoard
 
-        log = self.folder.log(socket.gethostname().split(".")[0], self.rank)
+        log = self.folder.log_here(self.rank)
         tensorboard = TensorBoard(self.folder.path / "tb", self.message)
         if launched:
             return (lambda: None), [tensorboard]

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -51,7 +50,7 @@ def launch(
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     ended = threading.Event()
-    log = folder.log(socket.gethostname().split(".")[0], 0)
+    log = folder.log_here(0)
     readers = [
         threading.Thread(target=_show_events, args=(folder, console, ended), daemon=True),
         threading.Thread(target=_show_output, args=(log, console, ended), daemon=True),
@@ -114,7 +113,7 @@ def _verdict(failures: dict[int, Any], folder: RunFolder) -> Outcome:
     """Who failed first and why, in a few lines; errors that only follow from another rank's are passed over."""
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     rank, failure = next((f for f in by_time if not CONSEQUENCE.search(str(f[1].message))), by_time[0])
-    log = folder.log(socket.gethostname().split(".")[0], rank)
+    log = folder.log_here(rank)
     if not isinstance(failure.message, dict):
         signal_name = failure.signal_name()
         how = f"was killed by {signal_name}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"

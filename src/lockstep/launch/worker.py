@@ -6,7 +6,6 @@ import ctypes
 import os
 import runpy
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def main() -> None:
     what, target, *args = sys.argv[1:]
     folder = Path(os.environ["LOCKSTEP_RUN_DIR"])
     rank = int(os.environ["RANK"])
-    redirect_to(RunFolder(folder, 1).log(socket.gethostname().split(".")[0], rank))
+    redirect_to(RunFolder(folder, 1).log_here(rank))
     _die_with_the_launcher()
 
     from torch.distributed.elastic.multiprocessing.errors import record
