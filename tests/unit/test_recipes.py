@@ -1,6 +1,7 @@
 """The recipes: valid defaults, losses that are sums, data that follow from the seed, a causal model."""
 
 import importlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,38 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.errors import UserError
-from lockstep.recipes import lm, toy, vision
-from lockstep.recipes.catalog import RECIPES, DigitsSettings, LinearSettings, LmSettings, find_recipe
+from lockstep.recipes import lm, resnet, toy, vision, wikitext
+from lockstep.recipes.catalog import (
+    RECIPES,
+    Cifar10Settings,
+    DigitsSettings,
+    LinearSettings,
+    LmSettings,
+    MnistSettings,
+    Wikitext2Settings,
+    find_recipe,
+)
+from tests.sets import WRITE
 
 SMALL = LmSettings(context=16, width=16, layers=2, heads=2, validation_samples=5)
+SMALL_WORDS = Wikitext2Settings(context=16, width=16, hidden=32)
+SETTINGS = {"lm": SMALL, "wikitext2": SMALL_WORDS, "cifar10": Cifar10Settings(width=4)}
+
+
+PATHS: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tiny sets in the official formats, for the recipes that have none built in."""
+    for name, write in WRITE.items():
+        PATHS[name] = str(write(tmp_path_factory.mktemp(name)))
 
 
 def task_of(name: str, seed: int = 0) -> Any:
     recipe = find_recipe(name)
-    settings = SMALL if name == "lm" else recipe.model_settings()
-    return importlib.import_module(recipe.module).task(settings, None, seed)
+    make_task = getattr(importlib.import_module(recipe.module), recipe.function)
+    return make_task(SETTINGS.get(name, recipe.model_settings()), PATHS.get(name), seed)
 
 
 def text_file(folder: Path, size: int) -> str:
@@ -34,7 +57,7 @@ def text_file(folder: Path, size: int) -> str:
 class TestCatalog:
     def test_the_default_is_the_language_model(self):
         assert next(iter(RECIPES)) == "lm"
-        assert set(RECIPES) == {"lm", "digits", "linear"}
+        assert set(RECIPES) == {"lm", "digits", "linear", "wikitext2", "mnist", "cifar10"}
 
     def test_it_imports_without_torch(self):
         code = "import sys, lockstep.recipes.catalog; sys.exit('torch' in sys.modules)"
@@ -62,22 +85,26 @@ class TestCatalog:
             (LmSettings, {"prompt": ""}),
             (DigitsSettings, {"layers": 0}),
             (LinearSettings, {"features": -1}),
+            (MnistSettings, {"width": 0}),
+            (Cifar10Settings, {"layers": 18}),
+            (Wikitext2Settings, {"dropout": 1.5}),
         ],
     )
     def test_senseless_settings_are_refused(self, model, wrong):
         with pytest.raises(ValidationError):
             model(**wrong)
 
-    def test_heads_have_to_share_the_width_evenly(self):
+    @pytest.mark.parametrize("settings", [LmSettings, Wikitext2Settings])
+    def test_heads_have_to_share_the_width_evenly(self, settings):
         with pytest.raises(ValidationError, match="width 100 is not divisible by heads 3"):
-            LmSettings(width=100, heads=3)
+            settings(width=100, heads=3)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 class TestEveryTask:
     def test_the_loss_is_a_sum_so_micro_batches_add_up_to_the_whole(self, name):
         task = task_of(name)
-        model = task.build_model()
+        model = task.build_model().eval()
         samples = [task.train[index] for index in range(8)]
         whole, whole_weight = task.loss(model, default_collate(samples))
         parts = [task.loss(model, default_collate(part)) for part in (samples[:3], samples[3:])]
@@ -98,8 +125,11 @@ class TestEveryTask:
 
     def test_the_same_seed_gives_the_same_data_and_model(self, name):
         one, other = task_of(name), task_of(name)
-        for key, value in one.train[7].items():
-            assert value.equal(other.train[7][key])
+        torch.manual_seed(3)
+        sample = one.train[7]
+        torch.manual_seed(3)
+        for key, value in other.train[7].items():
+            assert value.equal(sample[key])
         torch.manual_seed(3)
         weights = one.build_model().state_dict()
         torch.manual_seed(3)
@@ -210,6 +240,77 @@ class TestDigits:
         assert right / count >= 0.96
 
 
+class TestMnist:
+    def test_the_default_is_784_256_10(self):
+        linear = [m for m in task_of("mnist").build_model() if isinstance(m, nn.Linear)]
+        assert [(m.in_features, m.out_features) for m in linear] == [(784, 256), (256, 10)]
+
+    def test_it_learns_to_read(self):
+        task = task_of("mnist")
+        model = train(task, RECIPES["mnist"].defaults | {"global_batch": 8})
+        right, count = vision.accuracy(model, default_collate(list(task.test)))
+        assert int(right) == count == 13, "of the tiny set, whose digits are bright rows"
+
+
+class TestCifar10:
+    def test_the_default_is_resnet_18_with_a_stem_for_small_images(self):
+        model = resnet.ResNet18(Cifar10Settings())
+        assert sum(p.numel() for p in model.parameters()) == 11_173_962
+        assert model.blocks(model.stem(torch.zeros(1, 3, 32, 32))).shape == (1, 512, 4, 4)
+        convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert len(convolutions) == 17, "and the head makes eighteen"
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+    def test_only_training_images_are_augmented(self):
+        task = task_of("cifar10")
+        assert task.train.augment
+        assert not task.validation.augment
+        assert not task.test.augment
+
+
+class TestWikitext2:
+    def test_future_words_do_not_change_earlier_logits_neither_in_training_nor_in_evaluation(self):
+        model = wikitext.WordModel(SMALL_WORDS.model_copy(update={"dropout": 0.0}), 11)
+        words = torch.randint(0, 10, (2, 16))
+        changed = words.clone()
+        changed[:, 9:] += 1
+        scores = []
+        for training in (True, False):
+            with torch.no_grad():
+                before, after = (model.train(training)(text) for text in (words, changed))
+            torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+            assert not before[:, 9:].allclose(after[:, 9:])
+            scores.append(before)
+        torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
+
+    def test_the_same_word_elsewhere_has_other_logits(self):
+        model = wikitext.WordModel(SMALL_WORDS, 11).eval()
+        logits = model(torch.zeros(1, 16, dtype=torch.int64))[0]
+        assert not logits[3].allclose(logits[4])
+
+    def test_its_layers_do_not_start_as_copies_of_each_other(self):
+        first, second = wikitext.WordModel(SMALL_WORDS, 11).encoder.layers
+        assert not first.self_attn.in_proj_weight.equal(second.self_attn.in_proj_weight)
+
+    @pytest.mark.parametrize(("context", "width"), [(1, 1), (7, 5), (16, 8)])
+    def test_positions_are_waves(self, context, width):
+        encoding = wikitext.positional_encoding(context, width)
+        assert encoding.shape == (context, width)
+        assert encoding[0].tolist() == [0.0, 1.0] * (width // 2) + [0.0] * (width % 2)
+        if context > 2 and width > 1:
+            assert encoding[2, 1].item() == pytest.approx(math.cos(2))
+
+    def test_what_fills_up_the_last_window_counts_for_nothing(self):
+        task = task_of("wikitext2")
+        model = task.build_model().eval()
+        assert len(task.test.tokens) == 130
+        batch = default_collate(list(task.test))
+        total, weight = task.loss(model, batch)
+        assert weight == 129
+        batch["x"][-1, 129 % 16 :] = 3
+        torch.testing.assert_close(task.loss(model, batch)[0], total)
+
+
 class TestLinear:
     def test_the_error_goes_to_nearly_zero_in_its_default_training(self):
         task = task_of("linear")
@@ -238,7 +339,7 @@ def train(task: Any, defaults: dict[str, Any]) -> Any:
     """A plain loop over the default epochs at the default learning rate."""
     torch.manual_seed(0)
     model = task.build_model()
-    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     described = defaults["optimizer"]
     optimizer = kinds[described["name"]](model.parameters(), lr=described["lr"], **described["args"])
     for _ in range(defaults["epochs"]):

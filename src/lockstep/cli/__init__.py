@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from lockstep.cli.fetch import fetch_command
 from lockstep.cli.run import run_command
 from lockstep.cli.train import train_command
 from lockstep.errors import UserError
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
+app.command("fetch")(fetch_command)
 
 
 @app.callback()

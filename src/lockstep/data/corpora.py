@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -26,6 +27,9 @@ from lockstep.errors import UserError
 
 Tokens = npt.NDArray[np.integer[Any]]
 Bytes = npt.NDArray[np.uint8]
+
+IGNORED = -100
+"""The target that counts for nothing: what torch's cross-entropy passes over."""
 
 _SPEECH_HEADING = re.compile(rb"^= (\d{4}) .* =$", re.MULTILINE)
 _NPY_MAGIC = b"\x93NUMPY"
@@ -57,13 +61,15 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
     """Token ids cut into samples of `context` tokens, each token but the first predicted exactly once.
 
     Sample i is `{"x": int64[context], "y": int64[context]}`, where `y` is `x` one token later. The last
-    tokens, which do not fill a sample, are left out.
+    tokens, which do not fill a sample, are left out, or with `pad_last` make one that is filled up with targets of
+    -100 (IGNORED): then every token counts, however long the context.
     """
 
-    def __init__(self, tokens: Tokens, context: int) -> None:
-        _check_tokens(tokens, context, "the token array")
+    def __init__(self, tokens: Tokens, context: int, pad_last: bool = False) -> None:
+        _check_tokens(tokens, context, "the token array", least=2 if pad_last else context + 1)
         self.tokens = tokens
         self.context = context
+        self.pad_last = pad_last
         self._file: tuple[str, np.dtype[Any] | None, int, int | None] | None = None
 
     @classmethod
@@ -81,18 +87,20 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
         """
         file = (os.path.abspath(path), None if dtype is None else np.dtype(dtype), start, stop)
         tokens = _map_tokens(*file)
-        _check_tokens(tokens, context, os.fspath(path))
+        _check_tokens(tokens, context, os.fspath(path), least=context + 1)
         dataset = cls(tokens, context)
         dataset._file = file
         return dataset
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.context
+        targets = len(self.tokens) - 1
+        return -(-targets // self.context) if self.pad_last else targets // self.context
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = range(len(self))[index] * self.context
         window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-        return {"x": window[:-1], "y": window[1:]}
+        missing = self.context + 1 - len(window)
+        return {"x": F.pad(window[:-1], (0, missing)), "y": F.pad(window[1:], (0, missing), value=IGNORED)}
 
     def __getstate__(self) -> dict[str, Any]:
         # numpy pickles a memory map as a copy of all it maps; a loader's worker maps the file anew.
@@ -218,7 +226,7 @@ def _map_npy(path: str, dtype: np.dtype[Any] | None) -> Tokens:
     return tokens
 
 
-def _check_tokens(tokens: Tokens, context: int, name: str) -> None:
+def _check_tokens(tokens: Tokens, context: int, name: str, least: int) -> None:
     if context < 1:
         raise UserError(f"a context of {context} tokens holds nothing", "choose a context of at least 1")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -226,8 +234,8 @@ def _check_tokens(tokens: Tokens, context: int, name: str) -> None:
             f"{name} holds {tokens.dtype} values of shape {tokens.shape}, not token ids",
             "pass one flat sequence of integers",
         )
-    if len(tokens) <= context:
+    if len(tokens) < least:
         raise UserError(
             f"{name} holds {len(tokens)} tokens, too few for one sample of context {context}",
-            f"name a longer text of at least {context + 1} tokens, or choose a smaller context",
+            f"name a longer text of at least {least} tokens, or choose a smaller context",
         )

@@ -41,6 +41,41 @@ class DigitsSettings(BaseModel):
     layers: int = Field(2, gt=0, description="number of hidden layers")
 
 
+class MnistSettings(BaseModel):
+    """The `[model]` table of `mnist`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(256, gt=0, description="size of the hidden layer")
+
+
+class Cifar10Settings(BaseModel):
+    """The `[model]` table of `cifar10`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(64, gt=0, description="channels of the first stage; 64 is ResNet-18, 16 suits a CPU")
+
+
+class Wikitext2Settings(BaseModel):
+    """The `[model]` table of `wikitext2`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    context: int = Field(60, gt=0, description="words the model sees at once")
+    width: int = Field(200, gt=0, description="size of the hidden state; 64 suits a CPU")
+    layers: int = Field(2, gt=0, description="number of encoder layers")
+    heads: int = Field(2, gt=0, description="attention heads of a layer")
+    hidden: int = Field(200, gt=0, description="size of a layer's feed-forward part")
+    dropout: float = Field(0.2, ge=0, lt=1, description="share of activations dropped while training")
+
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> Wikitext2Settings:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}: make it a multiple of heads")
+        return self
+
+
 class LinearSettings(BaseModel):
     """The `[model]` table of `linear`."""
 
@@ -59,6 +94,8 @@ class Recipe:
     module: str
     model_settings: type[BaseModel]
     defaults: dict[str, Any]
+    function: str = "task"
+    """The function of the module that makes the task."""
 
 
 _LM = Recipe(
@@ -101,6 +138,70 @@ _DIGITS = Recipe(
     },
 )
 
+_WIKITEXT2 = Recipe(
+    name="wikitext2",
+    summary="a word-level transformer on WikiText-2, scored by its perplexity (lockstep fetch wikitext2)",
+    module="lockstep.recipes.wikitext",
+    model_settings=Wikitext2Settings,
+    defaults={
+        "epochs": 3,
+        "global_batch": 32,
+        # On CPUs: the logits of 4 x 60 words just fit the 32 MiB up to which glibc reuses memory, which is faster.
+        "micro_batch": 4,
+        "seed": 0,
+        "precision": "fp32",
+        "clip": 0.5,
+        "validate_every": "1 epoch",
+        "save_every": "1 epoch",
+        "optimizer": {"name": "adamw", "lr": 1e-3, "args": {"weight_decay": 0.01}},
+        "schedule": {"name": "cosine", "warmup_steps": 100, "final": 0.05},
+        "model": Wikitext2Settings().model_dump(),
+    },
+)
+
+_MNIST = Recipe(
+    name="mnist",
+    summary="a perceptron with one hidden layer on the 70,000 digits of MNIST (lockstep fetch mnist)",
+    module="lockstep.recipes.vision",
+    function="mnist_task",
+    model_settings=MnistSettings,
+    defaults={
+        "epochs": 10,
+        "global_batch": 128,
+        "micro_batch": 16,
+        "seed": 0,
+        "precision": "fp32",
+        "validate_every": "1 epoch",
+        "save_every": "1 epoch",
+        "optimizer": {"name": "adam", "lr": 1e-3, "args": {}},
+        "schedule": {"name": "cosine", "warmup_steps": 0, "final": 0.05},
+        "model": MnistSettings().model_dump(),
+    },
+)
+
+_CIFAR10 = Recipe(
+    name="cifar10",
+    summary="ResNet-18 on the 60,000 images of CIFAR-10 (lockstep fetch cifar10)",
+    module="lockstep.recipes.resnet",
+    model_settings=Cifar10Settings,
+    defaults={
+        "epochs": 30,
+        "global_batch": 128,
+        "micro_batch": 32,
+        "seed": 0,
+        "precision": "fp32",
+        "validate_every": "1 epoch",
+        "save_every": "1 epoch",
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.1,
+            "args": {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+        },
+        "schedule": {"name": "cosine", "warmup_steps": 40, "final": 0.0},
+        "model": Cifar10Settings().model_dump(),
+    },
+)
+
 _LINEAR = Recipe(
     name="linear",
     summary="linear regression on random data (squared error: cross-entropy of one output is always zero)",
@@ -120,7 +221,7 @@ _LINEAR = Recipe(
     },
 )
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_LM, _DIGITS, _LINEAR)}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_LM, _DIGITS, _LINEAR, _WIKITEXT2, _MNIST, _CIFAR10)}
 """The first one is what `lockstep train` does when it is told nothing."""
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import Config
+from lockstep.data import sets
 from lockstep.recipes.catalog import find_recipe
 
 
@@ -23,8 +25,12 @@ class Task:
     """(model, batch) -> the SUM of the loss, and how many items it sums over."""
     train: Dataset[Any]
     validation: Dataset[Any] | None = None
+    test: Dataset[Any] | None = None
+    """Scored once, at the end, by the best checkpoint."""
     metrics: Mapping[str, Callable[[nn.Module, Any], tuple[Tensor | float, int]]] = field(default_factory=dict)
-    """By name: (model, batch) -> a sum and its count, which validation shows as their ratio."""
+    """By name: (model, batch) -> a sum and its count, which validation and test show as their ratio."""
+    perplexity: bool = False
+    """Whether exp(mean loss) is shown beside the loss: for a loss in nats per word."""
     item: str = "samples"
     """What throughput counts: "tokens" or "samples"."""
     items_per_sample: int = 1
@@ -41,6 +47,12 @@ def task_of(config: Config) -> Task:
     """The model, loss and data of the recipe a config names."""
     recipe = find_recipe(config.recipe)
     module = importlib.import_module(recipe.module)
-    task = module.task(recipe.model_settings(**config.model), config.data.path, config.seed)
+    make_task = getattr(module, recipe.function)
+    task = make_task(recipe.model_settings(**config.model), config.data.path, config.seed)
     assert isinstance(task, Task)
     return task
+
+
+def data_folder(name: str, data_path: str | None) -> Path:
+    """Where a public set is read from: the user's own folder, else the cache that `lockstep fetch` fills."""
+    return Path(data_path) if data_path is not None else sets.find(sets.find_set(name), sets.cache_folder())

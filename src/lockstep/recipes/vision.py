@@ -1,4 +1,4 @@
-"""`digits`: a multi-layer perceptron that reads handwritten digits."""
+"""`digits` and `mnist`: multi-layer perceptrons that read handwritten digits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.data.corpora import digits
+from lockstep.data.images import CLASSES, MNIST_SIDE, ImageDataset, read_mnist
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import DigitsSettings
-from lockstep.recipes.task import Task
+from lockstep.recipes.catalog import DigitsSettings, MnistSettings
+from lockstep.recipes.task import Task, data_folder
 
 PIXELS = 64
-CLASSES = 10
+MNIST_MEAN, MNIST_STD = [0.1307], [0.3081]
 
 
 class DigitReader(nn.Module):
@@ -63,6 +64,25 @@ def task(settings: DigitsSettings, data_path: str | None, seed: int) -> Task:  #
         loss=loss,
         train=splits.train,
         validation=splits.validation,
+        metrics={"accuracy": accuracy},
+        baseline=("uniform guess", math.log(CLASSES)),
+    )
+
+
+def mnist_task(settings: MnistSettings, data_path: str | None, seed: int) -> Task:  # noqa: ARG001 (as above)
+    """Reading the digits of MNIST, from the cache or from the folder or .npz file `data_path`."""
+    splits = read_mnist(data_folder("mnist", data_path))
+    return Task(
+        build_model=lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(MNIST_SIDE * MNIST_SIDE, settings.width),
+            nn.ReLU(),
+            nn.Linear(settings.width, CLASSES),
+        ),
+        loss=loss,
+        train=ImageDataset(splits.train, MNIST_MEAN, MNIST_STD),
+        validation=ImageDataset(splits.validation, MNIST_MEAN, MNIST_STD),
+        test=ImageDataset(splits.test, MNIST_MEAN, MNIST_STD),
         metrics={"accuracy": accuracy},
         baseline=("uniform guess", math.log(CLASSES)),
     )

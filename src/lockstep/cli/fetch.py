@@ -1,0 +1,93 @@
+"""`lockstep fetch`: download a public data set, on a machine that has internet."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.data.sets import DataSet
+
+
+def fetch_command(
+    name: Annotated[str | None, typer.Argument(help="wikitext2, mnist or cifar10.")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Another place for the files: a URL, or a folder that holds them.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Show the data sets and which of them are here.")] = False,
+    as_json: opt.Json = False,
+) -> int:
+    """Download a public data set into the cache, on a login node before compute nodes that have no internet."""
+    from lockstep.data import sets
+
+    if list_:
+        _list_sets(as_json)
+        return 0
+    if name is None:
+        raise UserError("it is not said what to fetch", f"name one of {', '.join(sets.SETS)}; --list shows them")
+    dataset, cache = sets.find_set(name), sets.cache_folder()
+    is_new = _fetch(sets.mirrored(dataset, from_) if from_ else dataset, as_json)
+    folder = sets.folder_of(dataset, cache)
+    if as_json:
+        print(json.dumps({"name": name, "folder": str(folder), "bytes": dataset.size, "downloaded": is_new}))
+    else:
+        print(f"{name} {'is now' if is_new else 'was already'} in {folder}, every digest right ({_mb(dataset.size)})")
+    return 0
+
+
+def _fetch(dataset: DataSet, as_json: bool) -> bool:
+    from rich.console import Console as Terminal
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from lockstep.data import sets
+
+    terminal = Terminal(stderr=as_json)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=terminal,
+        transient=True,
+        disable=not terminal.is_interactive,
+    ) as bar:
+        total = sum(download.file.size for download in dataset.downloads)
+        task = bar.add_task(dataset.name, total=total)
+        return sets.fetch(dataset, sets.cache_folder(), lambda count: bar.advance(task, count))
+
+
+def _list_sets(as_json: bool) -> None:
+    from lockstep.data import sets
+
+    cache = sets.cache_folder()
+    rows = [
+        {
+            "name": dataset.name,
+            "title": dataset.title,
+            "licence": dataset.licence,
+            "bytes": dataset.size,
+            "cached": sets.is_cached(dataset, cache),
+            "folder": str(sets.folder_of(dataset, cache)),
+            "source": dataset.downloads[0].url.rpartition("/")[0],
+        }
+        for dataset in sets.SETS.values()
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(f"cache folder: {cache} ({sets.CACHE} names another)")
+    for dataset, row in zip(sets.SETS.values(), rows, strict=True):
+        state = f"here: {row['folder']}" if row["cached"] else f"not here: lockstep fetch {row['name']}"
+        print(f"\n{row['name']}: {row['title']}")
+        print(f"  {_mb(dataset.size)} from {row['source']}, licence: {row['licence']}")
+        print(f"  {state}")
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
