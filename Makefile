@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv/.peers
 
-.PHONY: setup demo test test-all lint format coverage clean
+.PHONY: setup demo test test-all bench peers lint format coverage clean
 
 setup: $(READY)
 
@@ -13,14 +14,24 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# The tools that the benchmarks compare with: about 70 MB, for `make bench` and the slow tests alone.
+peers: $(PEERS)
+
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
 demo: $(READY)
 	@$(BIN)/lockstep train
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: $(READY)
+test-all: $(PEERS)
 	$(BIN)/python -m pytest -m "not gpu"
+
+bench: $(PEERS)
+	$(BIN)/python benchmarks/overhead.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

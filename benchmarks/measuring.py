@@ -1,0 +1,94 @@
+"""How contenders take turns, and how their times are put into one table."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Say = Callable[[str], None]
+
+
+def past_the_console(log: Path) -> Say:
+    """A print function that stays on the terminal while all else, Lockstep's step lines above all, goes to a file.
+
+    So they cost what they cost in a job without a terminal.
+    """
+    terminal = os.fdopen(os.dup(1), "w")
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+    return lambda text: print(text, file=terminal, flush=True)
+
+
+class OwnGarbageSetting:
+    """Python's garbage collector as each contender left it.
+
+    Lockstep switches it off and collects between steps. That holds for the whole process: the others would have the
+    gain without the collections.
+    """
+
+    def __init__(self) -> None:
+        self._enabled: dict[str, bool] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """The setting of one contender, for its turn."""
+        if not self._enabled.get(name, True):
+            gc.disable()
+        try:
+            yield
+        finally:
+            self._enabled[name] = gc.isenabled()
+            gc.enable()
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of one round: each begins with another contender, so that none always has the warm caches."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference between two loss curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+
+
+def summary(times: Sequence[float], reference: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds a step, and the ratio to the raw loop of the same round."""
+    pairs = list(zip(times, reference, strict=True))
+    ratios = [mine / raw for mine, raw in pairs]
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "ms": list(times),
+        "median_ms": statistics.median(times),
+        "extra_us": statistics.median((mine - raw) * 1e3 for mine, raw in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_middle_half": [quartiles[0], quartiles[2]],
+        "ratio_range": [min(ratios), max(ratios)],
+    }
+
+
+def ratio_cells(one: Mapping[str, Any]) -> str:
+    """The ratio with its spread, as cells of a table."""
+    half, whole = (f"{low:.3f} to {high:.3f}" for low, high in (one["ratio_middle_half"], one["ratio_range"]))
+    return f"{one['ratio']:.3f} | {half} | {whole}"
+
+
+def machine_text() -> str:
+    """Cores, and the load before the measurement: it should be near zero."""
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start"
+
+
+def versions() -> dict[str, str]:
+    """What was compared."""
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "lightning", "accelerate")},
+    }
