@@ -23,6 +23,7 @@ FREE_TO_CHANGE = {
     *("name", "layout", "nproc", "device", "backend", "share_gpu", "timeout_minutes"),
     *("steps", "epochs", "validate_every", "save_every", "keep"),
     *("data.workers", "data.prefetch", "data.persistent"),
+    *("shard.level", "shard.units", "shard.min_params"),
 }
 """Keys a continued run may change: the numbers do not depend on them, or they say how far to go."""
 

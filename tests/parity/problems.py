@@ -237,7 +237,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def gradients(engine: Engine) -> Tensors:
     """The gradients of the last step, scaled and clipped, by parameter; those that have one."""
-    named = ((name, parameter.grad) for name, parameter in engine.model.named_parameters())
+    named = ((name, parameter.grad) for name, parameter in engine.stored)
     return {name: full(grad) for name, grad in named if grad is not None}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's tensors (its shards, where the model is sharded) and the JSON part."""
     engine.rest()
-    tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.model.named_parameters()}
+    tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
     tensors |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
     values: dict[str, Any] = {}
     for name, parameter in _trained(engine):
@@ -46,16 +46,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
 @torch.no_grad()
 def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
     """Put a checkpoint's state into an engine of the same model, optimizer and sharding."""
-    targets = {f"model/{name}": _local(tensor) for name, tensor in engine.model.named_parameters()}
-    targets |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
-    _refuse_other_names(set(targets), {name for name in tensors if not name.startswith("optimizer")})
-    for name, target in targets.items():
-        if target.shape != tensors[name].shape or target.dtype != tensors[name].dtype:
-            raise UserError(
-                f"{name} is {_kind(tensors[name])} in the checkpoint and {_kind(target)} in the model",
-                "build the model the checkpoint was written with",
-            )
-        target.copy_(tensors[name])
+    restore_model(engine, tensors)
     parameters = dict(_trained(engine))
     on_device = {
         id(parameter)
@@ -89,8 +80,24 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
     engine.seed_between_steps()
 
 
+@torch.no_grad()
+def restore_model(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
+    """Put a checkpoint's weights and buffers into an engine of the same model and sharding, and nothing else."""
+    targets = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
+    targets |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
+    _refuse_other_names(set(targets), {name for name in tensors if not name.startswith("optimizer")})
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape or target.dtype != tensors[name].dtype:
+            raise UserError(
+                f"{name} is {_kind(tensors[name])} in the checkpoint and {_kind(target)} in the model",
+                "build the model the checkpoint was written with",
+            )
+        target.copy_(tensors[name])
+    engine.restored()
+
+
 def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    return [(name, parameter) for name, parameter in engine.stored if parameter.requires_grad]
 
 
 def _restore_groups(engine: Engine, groups: list[dict[str, Any]], parameters: dict[str, torch.nn.Parameter]) -> None:

@@ -20,18 +20,12 @@ def recompute(block: nn.Module) -> None:
     """
     forward = block.forward
     counting = batch_norms(block)
+    # The second forward of a batch must not enter the running statistics again. torch.compile knows no such contexts.
+    contexts: dict[str, Any] = {"context_fn": lambda: (nullcontext(), not_counting(counting))} if counting else {}
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(
-            forward,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            # The second forward of a batch must not enter the running statistics again.
-            context_fn=lambda: (nullcontext(), not_counting(counting)),
-            **kwargs,
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
 
     block.forward = recomputed

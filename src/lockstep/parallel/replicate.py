@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.config import Format
 from lockstep.errors import UserError
+from lockstep.parallel.formats import sum_dtype
 from lockstep.runtime.comm import Comm
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
@@ -22,7 +24,13 @@ BUCKET_BYTES = 25 << 20
 class GradientBuckets:
     """The gradients of a replicated model, kept as views into flat buffers that are summed over `group`."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, comm: Comm) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        comm: Comm,
+        reduce_dtype: Format = "fp32",
+    ) -> None:
         self._group = group
         self._comm = comm
         self._buckets: list[_Bucket] = []
@@ -31,8 +39,8 @@ class GradientBuckets:
         self._next = 0
         self._arrived_now: set[nn.Parameter] = set()
         self._names = {parameter: name for name, parameter in named if parameter.requires_grad}
-        for members in _fill(list(self._names)):
-            bucket = _Bucket(members)
+        for members in fill_buckets(list(self._names)):
+            bucket = _Bucket(members, sum_dtype(members[0].dtype, reduce_dtype))
             self._buckets.append(bucket)
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))
@@ -57,15 +65,23 @@ class GradientBuckets:
         """How many parameters got no gradient on this rank in this step."""
         return len(self._names) - len(self._used)
 
-    def finish(self, somebody_has_unused: bool) -> None:
+    def wait(self) -> None:
         """Wait until all gradients are sums over the replicas."""
         while self._next < len(self._buckets):
             self._start_sum()
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
+            bucket.wait()
+
+    def finish(self, somebody_has_unused: bool) -> None:
+        """Make the sums this step's gradients."""
         if somebody_has_unused:
             self._drop_unused_gradients()
+
+    def updated(self) -> None:
+        """Every rank has updated its own copy of all parameters."""
+
+    def restored(self) -> None:
+        """Every rank has restored its own copy of all parameters."""
 
     def _arrived(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
         self._used.add(parameter)
@@ -83,8 +99,7 @@ class GradientBuckets:
             self._start_sum()
 
     def _start_sum(self) -> None:
-        bucket = self._buckets[self._next]
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        self._buckets[self._next].start_sum(self._group)
         self._next += 1
 
     def _drop_unused_gradients(self) -> None:
@@ -96,24 +111,36 @@ class GradientBuckets:
 
 
 class _Bucket:
-    def __init__(self, members: list[nn.Parameter]) -> None:
+    def __init__(self, members: list[nn.Parameter], summed_in: torch.dtype) -> None:
         self.members = members
+        self._summed_in = summed_in
         self.flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
         self.views = [
             view.view_as(p) for p, view in zip(members, self.flat.split([p.numel() for p in members]), strict=True)
         ]
         self.missing = len(members)
-        self.work: dist.Work | None = None
+        self._sent = self.flat
+        self._work: dist.Work | None = None
+
+    def start_sum(self, group: dist.ProcessGroup) -> None:
+        self._sent = self.flat.to(self._summed_in)
+        self._work = dist.all_reduce(self._sent, group=group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        if self._sent is not self.flat:
+            self.flat.copy_(self._sent)
+        self._sent, self._work = self.flat, None
 
     def reset(self) -> None:
         self.flat.zero_()
         self.missing = len(self.members)
-        self.work = None
         for parameter, view in zip(self.members, self.views, strict=True):
             parameter.grad = view
 
 
-def _fill(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def fill_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by bucket, in the order their gradients usually come: last layer first."""
     buckets: list[list[nn.Parameter]] = []
     size = 0

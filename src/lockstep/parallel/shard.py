@@ -1,38 +1,44 @@
-"""Sharded data parallelism: torch's `fully_shard` per block, with gradients summed, never averaged."""
+"""Sharded data parallelism: torch's `fully_shard` unit by unit, with gradients summed, never averaged."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lockstep.config import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
+from lockstep.parallel.formats import dtype_of, sum_dtype
 from lockstep.runtime.comm import Comm
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """torch 2.13 can let all ranks reduce the same parameters. Before (2.11) each reduced the gradients it had, and where
 those differ it adds the gradient of one parameter to another's."""
 
+READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that use the weights of modules inside them without calling those."""
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], comm: Comm) -> ShardedGradients:
-    """Shard every block and the rest of the model over the mesh's fsdp axis, replicated over dp where there is one."""
-    mesh = comm.mesh
-    assert mesh is not None
-    axes = tuple(axis for axis in ("dp", "fsdp") if axis in (mesh.mesh_dim_names or ()))
-    data_mesh = mesh[axes]
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    for block in blocks:
-        inside = Counter(id(p) for module in block.modules() for p in module.parameters(recurse=False))
-        # A weight tied to one outside its block stays with the root: two shard groups cannot own one parameter.
-        if all(owners[key] == count for key, count in inside.items()):
-            fully_shard(block, mesh=data_mesh)
-    fully_shard(model, mesh=data_mesh)
+
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], comm: Comm, config: ShardConfig, numerics: NumericsConfig
+) -> ShardedGradients:
+    """Shard every unit and the rest of the model over the mesh's fsdp axis, replicated over dp where there is one."""
+    refuse_unshardable(model)
+    # What it warns of is an error here, see before_backward.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = data_mesh(comm)
+    # None leaves the decision to torch: all units but the root give their parameters back after the forward.
+    reshard = False if config.level == "zero2" else None
+    for unit in [*sharding_units(model, blocks, config), model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(unit, numerics))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         # Order matters on gloo, which knows no pre-multiplied sum.
@@ -41,16 +47,102 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], comm: Comm) -> ShardedG
         if REDUCES_UNUSED:
             unit.set_reduce_scatter_unused_params(True)
     assert isinstance(model, FSDPModule)
-    return ShardedGradients(model, units, comm)
+    return ShardedGradients(model, units, comm, numerics, keeps_gathered=config.level == "zero2")
+
+
+def data_mesh(comm: Comm) -> DeviceMesh:
+    """The part of the mesh that shards and replicates."""
+    assert comm.mesh is not None
+    axes = tuple(axis for axis in ("dp", "fsdp") if axis in (comm.mesh.mesh_dim_names or ()))
+    return comm.mesh[axes]
+
+
+def sharding_units(model: nn.Module, blocks: Sequence[nn.Module], config: ShardConfig) -> list[nn.Module]:
+    """The modules whose parameters are gathered at once, innermost first; the rest of the model is one more."""
+    if config.units == "blocks" and not blocks:
+        raise UserError(
+            "shard.units is blocks, and the model has no repeated blocks",
+            'use shard.units = "auto" or "size", or put repeated layers into an nn.ModuleList',
+        )
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    owners = _owners(model)
+
+    def is_alone(module: nn.Module) -> bool:
+        """Whether nobody outside uses its parameters: two units cannot own one, so a tied one stays further up."""
+        inside = _owners(module)
+        return all(owners[key] == count * places[id(module)] for key, count in inside.items())
+
+    if blocks and config.units != "size":
+        return [block for block in blocks if is_alone(block)]
+    units: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module) -> None:
+        if not isinstance(module, READS_ITS_CHILDREN):
+            for child in module.children():
+                visit(child)
+        left = set(module.parameters()) - taken
+        # A container is never called, so nothing would gather its parameters.
+        callable_ = type(module).forward is not nn.Module.forward
+        if module is not model and callable_ and sum(p.numel() for p in left) >= config.min_params and is_alone(module):
+            units.append(module)
+            taken.update(left)
+
+    visit(model)
+    return units
+
+
+def _owners(module: nn.Module) -> Counter[int]:
+    """In how many places below a module each parameter stands."""
+    below = module.named_modules(remove_duplicate=False)
+    return Counter(id(parameter) for _, owner in below for parameter in owner.parameters(recurse=False))
+
+
+def refuse_unshardable(model: nn.Module) -> None:
+    """Refuse parameters that have no rows to share out, or not one after another."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"the parameter {name} is a single number, which has no rows to shard",
+                "give it the shape (1,), or use a dp layout",
+            )
+        if not parameter.is_contiguous():
+            raise UserError(
+                f"the parameter {name} is not stored row by row and cannot be sharded",
+                "leave memory_format and transposed weights out of build_model, or use a dp layout",
+            )
+
+
+def _policy(unit: nn.Module, numerics: NumericsConfig) -> MixedPrecisionPolicy:
+    left = {parameter.dtype: name for name, parameter in unit.named_parameters() if not isinstance(parameter, DTensor)}
+    if len(left) > 1:
+        kinds = " and ".join(f"{name} as {str(dtype).removeprefix('torch.')}" for dtype, name in left.items())
+        raise UserError(f"the model stores {kinds}, which cannot be sharded together", "build it in one number format")
+    stored = next(iter(left), torch.float32)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_of(numerics.param_dtype),
+        # Said in any case: gradients of rounded weights would be summed in their format else.
+        reduce_dtype=sum_dtype(stored, "fp32"),
+        cast_forward_inputs=False,
+    )
 
 
 class ShardedGradients:
     """When the sharded model's gradients are reduced, in the last backward of a step only, and that it was right."""
 
-    def __init__(self, model: FSDPModule, units: Sequence[FSDPModule], comm: Comm) -> None:
+    def __init__(
+        self,
+        model: FSDPModule,
+        units: Sequence[FSDPModule],
+        comm: Comm,
+        numerics: NumericsConfig,
+        keeps_gathered: bool,
+    ) -> None:
         self._model = model
         self._units = units
         self._comm = comm
+        self._numerics = numerics
+        self._keeps_gathered = keeps_gathered
         self._watched: dict[str, nn.Parameter] = {}
         self._used: set[str] = set()
         self._views: list[tuple[torch.Tensor, int]] = []
@@ -84,15 +176,22 @@ class ShardedGradients:
         self._views.clear()
         if changed:
             raise UserError(
-                "the output of the model or of a block is changed in place, which breaks sharding",
+                "the output of the model or of a sharded part of it is changed in place, which breaks sharding",
                 "write x = x / 2 rather than x /= 2",
             )
+        if self._keeps_gathered:
+            self._model.set_reshard_after_backward(last)
         if last:
             self._model.set_requires_gradient_sync(True)
+            for unit in self._units:
+                _prepare_sum(unit, self._numerics)
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
         return len(self._watched) - len(self._used)
+
+    def wait(self) -> None:
+        """The backward pass has waited itself."""
 
     def finish(self, somebody_has_unused: bool) -> None:
         """The reduction is over. A parameter used on no rank has no gradient, as in one process."""
@@ -107,6 +206,12 @@ class ShardedGradients:
                     f"the parameter {name} is used on {ranks:.0f} of {self._comm.world_size} ranks in one step",
                     "use a dp layout or a newer torch, or let every forward use it (add its output times 0)",
                 )
+
+    def updated(self) -> None:
+        """The optimizer worked on the shards themselves."""
+
+    def restored(self) -> None:
+        """So did the checkpoint."""
 
     def _remember_views(self, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -125,3 +230,22 @@ class ShardedGradients:
                     unseen.remove(name)
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
             unit.reshard()
+
+
+def _prepare_sum(unit: FSDPModule, numerics: NumericsConfig) -> None:
+    """Let the gradients of a unit travel in `numerics.reduce_dtype`, after they were accumulated in fp32.
+
+    torch's own policy has one format for both, so that micro-batches would add up in half precision. And where it has
+    accumulated in another format than it computes in, it cannot take a parameter along that had no gradient before the
+    last micro-batch. All of this is private in torch 2.11 and 2.13, and settled in the first forward.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None or group._reduce_dtype is None:  # nothing to train
+        return
+    group._reduce_dtype = sum_dtype(group._reduce_dtype, numerics.reduce_dtype)
+    trained = [part for part in group.fsdp_params if part.sharded_param.requires_grad]
+    if any(part.unsharded_accumulated_grad is not None for part in trained):
+        for part in trained:
+            if part.unsharded_accumulated_grad is None:
+                whole = part._unsharded_param
+                part.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=part.reduce_dtype, device=whole.device)

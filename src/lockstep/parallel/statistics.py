@@ -17,14 +17,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.runtime.comm import Comm
 
 
 class RunningStatistics:
-    """Keeps the running statistics of a model equal on all data ranks, step by step."""
+    """Keeps the running statistics of a model equal on all data ranks, step by step.
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
+    Where BatchNorm is synchronised it has done so itself.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, sync: SyncBatchNorms | None = None) -> None:
         self._comm = comm
+        self._sync = sync
         self._layers: list[_BatchNorm] = []
         self._others: dict[str, torch.Tensor] = {}
         self._others_before: dict[str, torch.Tensor] | None = None
@@ -33,12 +38,15 @@ class RunningStatistics:
             return
         for name, module in model.named_modules():
             _refuse_unknown_statistics(name, module)
-        self._layers = batch_norms(model)
-        known = {id(buffer) for layer in self._layers for buffer in layer.buffers()}
+        known = {id(buffer) for layer in batch_norms(model) for buffer in layer.buffers()}
+        if sync is None:
+            self._layers = batch_norms(model)
         self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in known}
 
     def begin(self) -> None:
         """Remember the statistics before a step."""
+        if self._sync:
+            self._sync.begin()
         if self._layers:
             self._before = self._snapshot()
         if self._others_before is None:
@@ -46,7 +54,7 @@ class RunningStatistics:
 
     def not_counting(self) -> AbstractContextManager[None]:
         """For a forward that must not count."""
-        return not_counting(self._layers)
+        return self._sync.filler() if self._sync else not_counting(self._layers)
 
     @torch.no_grad()
     def combine(self) -> None:
@@ -106,6 +114,17 @@ class RunningStatistics:
                 yield buffer
 
 
+def batch_norm_line(model: nn.Module, how: str, micro_batch: int, ranks: int) -> str | None:
+    """What the BatchNorm layers of a model normalise over, for people; None where nothing is normalised."""
+    if not any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
+        return None
+    samples = f"{micro_batch} sample{'' if micro_batch == 1 else 's'}"
+    if how == "sync":
+        across = f"{ranks} rank{'' if ranks == 1 else 's'} x {samples}"
+        return f"BatchNorm normalises over {across}: numbers change with the layout"
+    return f"BatchNorm normalises over the {samples} of a logical micro-batch: the same numbers on any layout"
+
+
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The layers below a module that keep running statistics."""
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
@@ -134,7 +153,9 @@ def not_counting(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 def _refuse_unknown_statistics(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise UserError(
-            f"{name} is a SyncBatchNorm", "use BatchNorm: it sees the same logical micro-batches on any layout"
+            f"{name} is a SyncBatchNorm",
+            'use BatchNorm, which sees the same logical micro-batches on any layout, or with batch_norm = "sync" those '
+            "of all ranks",
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise UserError(f"{name} keeps running statistics per rank", "build it with track_running_stats=False")

@@ -43,6 +43,7 @@ class Comm:
         self.rank = place.rank
         self.world_size = place.world_size
         self.mesh: DeviceMesh | None = None
+        self._timeout = timeout
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
         if place.world_size == 1:
@@ -74,13 +75,32 @@ class Comm:
             return None
         return self.mesh.get_group(axis)
 
+    def data_group(self) -> dist.ProcessGroup:
+        """A new group of all ranks that read different samples, for collectives that must not wait for others.
+
+        Every rank has to ask for it, in the same order.
+        """
+        # All ranks, as long as the only axes are dp and fsdp.
+        group: dist.ProcessGroup = dist.new_group(timeout=self._timeout)
+        return group
+
     def sum(self, values: list[float]) -> list[float]:
         """Add up small numbers over all ranks, in float64; every rank gets the same result."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to add up; the function that comes back waits for the result."""
         if self._control is None:
-            return values
+            return lambda: values
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._control)
-        result: list[float] = tensor.tolist()
+        work = dist.all_reduce(tensor, group=self._control, async_op=True)
+        assert work is not None
+
+        def result() -> list[float]:
+            work.wait()
+            numbers: list[float] = tensor.tolist()
+            return numbers
+
         return result
 
     def reduce(self, value: Any, how: Reduction) -> Any:
