@@ -31,8 +31,5 @@ engine = run.setup(build_model, loss, optimizer=lambda params: torch.optim.AdamW
 for batch in run.loader(data.train, global_batch=64, micro_batch=16, epochs=10):
     out = engine.step(batch)
     if out.step % 100 == 0:
-        score = run.evaluate(data.validation, {"accuracy": accuracy})["accuracy"]
-        run.log(accuracy=score.value)
-        run.print(f"step {out.step}: {score.value:.1%} of {score.count:.0f} right")
-        run.save()
+        run.validate(data.validation, {"accuracy": accuracy})  # shown, plotted, and saved when it is the best
 run.close()

@@ -12,11 +12,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lockstep.errors import UserError, nearest
+from lockstep.errors import UserError, nearest, unknown
 from lockstep.layout import Layout
 from lockstep.recipes.catalog import find_recipe
 
@@ -89,11 +89,69 @@ class ScheduleConfig(Section):
 
 
 class DataConfig(Section):
-    path: str | None = Field(None, description="the user's own data instead of the recipe's embedded corpus")
+    path: str | None = Field(
+        None, description="a file or folder of your own instead of the recipe's data (docs/data.md)"
+    )
     workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: from the CPUs of a rank")
     prefetch: int = Field(2, gt=0, description="steps each worker prepares ahead")
     persistent: bool = Field(True, description="keep the workers from epoch to epoch")
     shuffle: bool = Field(True, description="a new order every epoch")
+
+
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+Compile = Literal["off", "blocks", "model"]
+Format = Literal["fp32", "bf16", "fp16"]
+"""A number format a run can be told to use."""
+
+
+class NumericsConfig(Section):
+    """Number formats beside `precision`, which says what matrix products are computed in."""
+
+    tf32: bool = Field(False, description="let fp32 matmuls and convolutions on a GPU round their inputs to tf32")
+    storage_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what weights are kept in; bf16 with a stock optimizer has to be accepted by name"
+    )
+    param_dtype: Format | None = Field(
+        None, description="round all weights to this for forward and backward, and gather shards in it"
+    )
+    reduce_dtype: Format = Field("fp32", description="what gradients are summed over ranks in")
+    buffer_dtype: Format | None = Field(None, description="round the model's buffers to this (running statistics stay)")
+    loss_scale: float = Field(65536.0, ge=1, description="what the loss is multiplied by at first (fp16)")
+    loss_scale_window: int = Field(2000, gt=0, description="steps without overflow after which the scale doubles")
+    accept: list[Literal["bf16-weights", "slow-fp16"]] = Field(
+        [], description="what is refused unless it stands here: bf16-weights, slow-fp16"
+    )
+
+
+class ShardConfig(Section):
+    """How the fsdp axis shards."""
+
+    level: Literal["zero1", "zero2", "zero3"] = Field(
+        "zero3",
+        description="zero1: optimizer state alone; zero2: gradients too; zero3: weights too, gathered when needed",
+    )
+    units: Literal["auto", "blocks", "size"] = Field(
+        "auto", description="what is gathered at once: a block, or modules by size; auto: blocks where there are any"
+    )
+    min_params: int = Field(100_000, gt=0, description="parameters of a unit at least (units by size)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_our_names(cls, values: Any) -> Any:
+        level = (
+            str(values.get("level", "")).upper().removeprefix("SHARDINGSTRATEGY.") if isinstance(values, dict) else ""
+        )
+        ours = {
+            "FULL_SHARD": "zero3",
+            "HYBRID_SHARD": "zero3",
+            "SHARD_GRAD_OP": "zero2",
+            "_HYBRID_SHARD_ZERO2": "zero2",
+        }
+        if level in ours:
+            raise ValueError(f"shard.level is {level}, torch's name: write {ours[level]}")
+        if level == "NO_SHARD":
+            raise ValueError("shard.level is NO_SHARD: use the axis dp instead of fsdp in the layout")
+        return values
 
 
 class LaunchConfig(Section):
@@ -143,11 +201,17 @@ class Config(LaunchConfig):
         None, gt=0, description="samples of one step per device, instead of global_batch"
     )
     micro_batch: int | None = Field(None, gt=0, description="samples of one forward; unset: measured once and kept")
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: matmuls in bf16, weights and optimizer in fp32"
-    )
+    precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
     clip: float | None = Field(None, gt=0, description="largest global gradient norm")
     recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
+    compile: Compile = Field("off", description="torch.compile of each block, or of model and loss as a whole")
+    attention: Attention = Field(
+        "auto",
+        description="the kernels of scaled_dot_product_attention on a GPU; auto: the fastest, measured once and kept",
+    )
+    batch_norm: Literal["micro-batch", "sync"] = Field(
+        "micro-batch", description="what BatchNorm normalises over: the logical micro-batch, or those of all data ranks"
+    )
     init: Literal["auto", "by-name"] = Field(
         "auto", description="by-name: each module from its own seed, for huge models"
     )
@@ -156,6 +220,8 @@ class Config(LaunchConfig):
     )
     save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
     keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
+    numerics: NumericsConfig = NumericsConfig()
+    shard: ShardConfig = ShardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()
@@ -177,6 +243,7 @@ class Config(LaunchConfig):
             raise ValueError(
                 f"micro_batch {self.micro_batch} is larger than global_batch {self.global_batch}: lower one of them"
             )
+        check_numerics(self.precision, self.numerics)
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} leaves nothing of {self.steps} steps: shorten one"
@@ -341,6 +408,35 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
+def check_numerics(precision: str, numerics: NumericsConfig) -> None:
+    """Refuse number formats that do not go together."""
+    if numerics.param_dtype not in (None, "fp32", precision):
+        raise ValueError(
+            f"numerics.param_dtype {numerics.param_dtype} needs products computed in it: set precision = "
+            f'"{numerics.param_dtype}" as well'
+        )
+    if numerics.storage_dtype == "bf16" and precision != "bf16":
+        raise ValueError('numerics.storage_dtype bf16 needs products computed in it: set precision = "bf16" as well')
+
+
+def numerics_config(values: NumericsConfig | Mapping[str, Any] | None, precision: str) -> NumericsConfig:
+    """The checked `numerics` argument of `run.setup`."""
+    if precision not in get_args(Format):
+        raise unknown("precision", precision, get_args(Format))
+    config = _section(NumericsConfig, values, "numerics.")
+    try:
+        check_numerics(precision, config)
+    except ValueError as error:
+        cause, _, fix = str(error).partition(": ")
+        raise UserError(cause, fix) from None
+    return config
+
+
+def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
+    """The checked `shard` argument of `run.setup`."""
+    return _section(ShardConfig, values, "shard.")
+
+
 def script_config(values: Nested, source: str) -> ScriptConfig:
     """The checked options of `lockstep run`."""
     return _checked(ScriptConfig, values, {key: source for key, _ in flatten(values)})
@@ -352,6 +448,10 @@ def launch_config(values: Nested) -> LaunchConfig:
 
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def _section(model: type[Model], values: Model | Mapping[str, Any] | None, prefix: str) -> Model:
+    return values if isinstance(values, model) else _checked(model, dict(values or {}), {}, prefix)
 
 
 def _checked(

@@ -2,7 +2,7 @@
 
     engine.step(batch):
         forward_backward(micro-batches)      gradients of the loss SUM accumulate, times the constant 1 / global batch
-        exchange(weight, loss, requests)     float64 over all ranks, on the CPU, while a GPU still runs the backward
+        exchange(weight, loss, requests)     float64 over all ranks, on the CPU, beside the last gradient sums
         finish the gradient sums             buckets (dp) or reduce-scatter (fsdp), overlapped with the last backward
         norm, one factor, optimizer          the factor global batch / weight makes it the gradient of the mean loss
 
@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from lockstep.attention import attend_with, fastest_kernels
+from lockstep.config import Attention, Compile, Format, NumericsConfig
 from lockstep.data.loader import MicroBatch, StepBatch
+from lockstep.data.transfer import Transfers
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.faults.requests import Requests
-from lockstep.grads import global_norm, local_gradients, scale_and_clip
+from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
+from lockstep.optim import use_fused_kernels
 from lockstep.parallel.apply import ParallelModel
-from lockstep.parallel.statistics import RunningStatistics
-from lockstep.precision import Precision, compute_in
+from lockstep.parallel.compile import tag_compiled_code
+from lockstep.parallel.statistics import batch_norms, not_counting
+from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import seed_everything, seed_of, seed_torch
 
@@ -44,7 +48,8 @@ class StepResult:
     """What one optimizer step did; equal on every rank.
 
     `loss` is the mean over everything that counted in the step, `weight` how much that was. `grad_norm` is the norm
-    before clipping, still on the device. A step in which nothing counted is skipped: the weights stay as they were.
+    before clipping, still on the device. A step in which nothing counted, or whose gradients overflowed in fp16, is
+    skipped: the weights stay as they were. `loss_scale` is what the step ran with, 1 unless in fp16.
     """
 
     step: int
@@ -53,6 +58,7 @@ class StepResult:
     grad_norm: torch.Tensor
     lr: float
     skipped: bool
+    loss_scale: float
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,10 @@ class Engine:
         seed: int,
         schedule: Schedule | None = None,
         clip: float | None = None,
-        precision: Precision = "fp32",
+        precision: Format = "fp32",
+        numerics: NumericsConfig | None = None,
+        compile_: Compile = "off",
+        attention: Attention = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
         observe: Callable[[StepResult, StepBatch], None] | None = None,
     ) -> None:
@@ -92,31 +101,45 @@ class Engine:
         self.blocks = parallel.blocks
         self.layout = layout
         self.device = device
-        self.precision: Precision = precision
+        self.precision: Format = precision
+        self.numerics = numerics or NumericsConfig()
+        self.loss_scale = (
+            LossScale(self.numerics.loss_scale, self.numerics.loss_scale_window) if precision == "fp16" else None
+        )
         self.clip = clip
         self.seed = seed
         self.steps_done = 0
         self.steps_skipped = 0
-        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        _refuse_untrainable(named)
+        self.stored = parallel.parameters
+        named = parallel.trained
+        if not named:
+            raise UserError("the model has no parameters to train", "check what build_model returns")
+        apply_tf32(self.numerics, device)
         self.parameters = [parameter for _, parameter in named]
         # A layer that build_model put into eval mode, a frozen BatchNorm say, stays there; a whole model does not.
         self._frozen = [module for module in self.model.modules() if not module.training and self.model.training]
         self.optimizer = optimizer(named)
+        refuse_untrainable(named, self.optimizer, self.numerics)
+        use_fused_kernels(self.optimizer, self.model)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = schedule or (lambda _: 1.0)
-        self._loss = loss
+        self._loss = torch.compile(loss) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
         self._requests = requests
         self._observe = observe
+        self._transfers = Transfers(device)
+        self.use_attention(None if attention == "auto" else attention)
+        self._measures_attention = attention == "auto" and device.type == "cuda"
         self._last_norm: tuple[HostCopy, StepBatch] | None = None
         self._gradients = parallel.gradients
         self._shard_group = parallel.shard_group
-        self._statistics = RunningStatistics(self.model, comm)
+        self._together = parallel.together
+        self._statistics = parallel.statistics
         self._coordinate: tuple[int, int] = (0, 0)
         self._calls: Counter[int] = Counter()
-        for number, (_, block) in enumerate(self.blocks):
+        # A whole compiled model cannot be left between its blocks: it draws from the micro-batch's stream alone.
+        for number, (_, block) in enumerate(self.blocks if compile_ != "model" else []):
             block.register_forward_pre_hook(self._seed_block(number))
         self.seed_between_steps()
 
@@ -132,16 +155,22 @@ class Engine:
         lr = self.lr
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.steps_done)
-        self._train_mode()
+        if not self.model.training:
+            self._train_mode()
+        if self._measures_attention:
+            self._measure_attention(batch.micro_batches)
         self._gradients.begin()
         self._statistics.begin()
-        totals = self.forward_backward(batch.micro_batches, 1.0 / batch.global_batch)
+        loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
+        totals = self.forward_backward(batch.micro_batches, loss_scale / batch.global_batch)
 
         local_loss, local_weight = totals.read()
         self.check_last_gradient()
         bad = float(not math.isfinite(local_loss) or not math.isfinite(local_weight))
         message = [local_loss, local_weight, bad, float(self._gradients.unused())]
-        sums = self._comm.sum([*message, *self._requests.votes()])
+        exchange = self._comm.start_sum([*message, *self._requests.votes()])
+        self._gradients.wait()
+        sums = exchange()
         loss_sum, weight, bad_ranks, unused = sums[: len(message)]
         self._requests.agree(sums[len(message) :])
         if bad_ranks:
@@ -152,16 +181,21 @@ class Engine:
         self._gradients.finish(bool(unused))
         self._statistics.combine()
         norm = torch.zeros((), device=self.device)
-        if weight > 0:
+        skipped = weight <= 0
+        if not skipped:
             grads = local_gradients(self.parameters)
-            norm = global_norm(grads, self._shard_group, self.device)
-            norm = scale_and_clip(grads, norm, batch.global_batch / weight, self.clip)
+            factor = batch.global_batch / (weight * loss_scale)
+            norm = global_norm(grads, self._shard_group, self.device) * factor
+            scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
             self._last_norm = HostCopy(norm), batch
+            skipped = self._overflowed(norm)
             if self.device.type == "cpu":
                 self.check_last_gradient()
-            self.optimizer.step()
-        else:
+        if skipped:
             self.steps_skipped += 1
+        else:
+            self.optimizer.step()
+            self._gradients.updated()
         self.steps_done += 1
         self.seed_between_steps()
         result = StepResult(
@@ -170,11 +204,26 @@ class Engine:
             weight=weight,
             grad_norm=norm,
             lr=lr,
-            skipped=weight <= 0,
+            skipped=skipped,
+            loss_scale=loss_scale,
         )
         if self._observe:
             self._observe(result, batch)
         return result
+
+    def _overflowed(self, norm: torch.Tensor) -> bool:
+        """Whether the gradients of an fp16 step are too large for its loss scale, which learns from it.
+
+        Every rank has the same norm, and with it the same answer. A gradient that is not finite without any scaling is
+        no overflow: `check_last_gradient` stops the run.
+        """
+        if self.loss_scale is None:
+            return False
+        overflow = not math.isfinite(HostCopy(norm).read()[0])
+        if overflow and self.loss_scale.scale > 1:
+            self._last_norm = None
+        self.loss_scale.update(overflow)
+        return overflow
 
     def check_last_gradient(self) -> None:
         """Stop if the last gradient norm is not finite.
@@ -199,19 +248,23 @@ class Engine:
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         on_host = HostCopy(totals)
+        following = map(self._transfers.send, (part.data for part in micro_batches))
+        sent = next(following, None)
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
+            assert sent is not None
+            data, sent = sent.take(), next(following, None)
             with self._statistics.not_counting() if micro_batch.filler else nullcontext():
-                loss_sum, weight = self.forward(micro_batch)
+                loss_sum, weight = self.forward(micro_batch, data)
             if not micro_batch.filler:
                 totals[0] += loss_sum.detach()
                 totals[1] += weight
             if last:
                 on_host = HostCopy(totals)
             self._gradients.before_backward(last)
-            if self._shard_group is not None and not loss_sum.requires_grad:
+            if self._together is not None and not loss_sum.requires_grad:
                 raise UserError(
-                    "the loss function returned a constant, and a sharded layout cannot leave a forward out",
+                    f"the loss function returned a constant, and {self._together} cannot leave a forward out",
                     "call the model in any case, and multiply the loss by 0 where nothing counts",
                 )
             if loss_sum.requires_grad:
@@ -225,9 +278,9 @@ class Engine:
         sums = {name: torch.zeros(2, dtype=torch.float64, device=self.device) for name in functions}
         self.model.eval()
         for micro_batch in micro_batches:
-            data = to_device(micro_batch.data, self.device)
+            data = self._transfers.send(micro_batch.data).take()
             seed_everything(seed_of(self.seed, "evaluate", micro_batch.index))
-            with compute_in(self.precision, self.device):
+            with compute_in(self.precision, self.device), attend_with(self.attention):
                 for name, function in functions.items():
                     pair = function(self.model, data)
                     if not micro_batch.filler:
@@ -243,6 +296,26 @@ class Engine:
         self._train_mode()
         self._gradients.rest()
 
+    def use_attention(self, kernels: str | None) -> None:
+        """Compute attention with these kernels, None: as torch chooses."""
+        self.attention, self._measures_attention = kernels, False
+        tag_compiled_code(f"attention={kernels}")
+
+    def _measure_attention(self, micro_batches: list[MicroBatch]) -> None:
+        """Before the first step on a GPU: take the fastest attention kernels for what this model does."""
+
+        def forward() -> None:
+            with not_counting(batch_norms(self.model)):
+                for micro_batch in micro_batches[:1]:
+                    self.forward(micro_batch, self._transfers.send(micro_batch.data).take())
+
+        self.use_attention(fastest_kernels(forward, self.device, self._comm))
+        self.rest()
+
+    def restored(self) -> None:
+        """A checkpoint was put into what this rank stores of the model."""
+        self._gradients.restored()
+
     def seed_between_steps(self) -> None:
         """Code between two steps draws the same numbers on every rank and after a restart."""
         seed_everything(seed_of(self.seed, "between", self.steps_done))
@@ -252,13 +325,12 @@ class Engine:
         for module in self._frozen:
             module.training = False
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, int | float | torch.Tensor]:
-        """Loss sum and weight of one micro-batch, under the random stream of its logical coordinate."""
-        data = to_device(micro_batch.data, self.device)
+    def forward(self, micro_batch: MicroBatch, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
+        """Loss sum and weight of one micro-batch (`data`: on the device) under the stream of its logical coordinate."""
         self._coordinate = (self.steps_done, micro_batch.index)
         self._calls.clear()
         seed_everything(seed_of(self.seed, "forward", *self._coordinate))
-        with compute_in(self.precision, self.device):
+        with compute_in(self.precision, self.device), attend_with(self.attention):
             return self._summed_loss(self.model, data)
 
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
@@ -276,9 +348,9 @@ class Engine:
         # A mean over nothing is NaN, and its gradient too: such a micro-batch is left out, not multiplied by zero.
         if float(weight) > 0:
             return value.float().reshape(()) * weight, weight
-        if self._shard_group is not None:
+        if self._together is not None:
             raise UserError(
-                "a micro-batch of weight 0 has no mean loss, and a sharded layout cannot leave it out",
+                f"a micro-batch of weight 0 has no mean loss, and {self._together} cannot leave it out",
                 'return the sum (reduction="sum") and drop loss_reduction="mean"',
             )
         return torch.zeros((), device=self.device), 0
@@ -314,21 +386,3 @@ class HostCopy:
 
 def _sample_ids(batch: StepBatch) -> list[int]:
     return [sample for part in batch.micro_batches if not part.filler for sample in part.ids]
-
-
-def _refuse_untrainable(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    if not named:
-        raise UserError("the model has no parameters to train", "check what build_model returns")
-    for name, parameter in named:
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            raise UserError(
-                f"the parameter {name} is stored as {str(parameter.dtype).removeprefix('torch.')}",
-                'build the model in float32 and give precision="bf16": the optimizer needs the bits',
-            )
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch, and whatever else knows how to move."""
-    if device.type == "cpu":
-        return data
-    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, data)

@@ -11,10 +11,11 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import sleep
+from time import time as now
 from types import NoneType, UnionType
 from typing import Any, Protocol, TypeAlias, get_args
 
@@ -40,6 +41,7 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "nodes": int,
         "device": str,
         "precision": str,
+        "formats": {"*": str},
         "resumed_from_step": int | None,
         "total_steps": int | None,
         "steps_per_epoch": int | None,
@@ -61,6 +63,7 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "items": int,
         "seconds": NUMBER,
         "skipped": bool,
+        "loss_scale": NUMBER,
     },
     "validation": {
         "step": int,
@@ -71,6 +74,7 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "seconds": NUMBER,
         "best": bool,
     },
+    "test": {"step": int, "loss": NUMBER, "metrics": METRICS, "samples": int, "seconds": NUMBER},
     "checkpoint": {"step": int, "path": str, "seconds": NUMBER, "bytes": int, "best": bool},
     "metric": {"step": int, "values": {"*": NUMBER}},
     "baseline": {"name": str, "loss": NUMBER},
@@ -149,9 +153,9 @@ class EventLog:
             self._open.callback(reader.close)
         _cut_torn_line(self._descriptor)
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        """Append one event and show it to every reader."""
-        event: Event = {"time": round(time.time(), 6), "kind": kind, "attempt": self._attempt, **fields}
+    def emit(self, kind: str, *, time: float | None = None, **fields: Any) -> None:
+        """Append one event, that happened now or at `time`, and show it to every reader."""
+        event: Event = {"time": round(time or now(), 6), "kind": kind, "attempt": self._attempt, **fields}
         validate(event)
         line = json.dumps(_without_non_finite(event), allow_nan=False).encode() + b"\n"
         with self._lock:
@@ -194,7 +198,7 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
             pass
         if last_round:
             return
-        time.sleep(0.1)
+        sleep(0.1)
 
 
 def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.optim import multiplies_gradients
+
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """This rank's part of every gradient there is, as plain tensors."""
@@ -28,17 +30,22 @@ def global_norm(
     return square.sqrt()
 
 
-def scale_and_clip(
-    grads: Sequence[torch.Tensor], norm: torch.Tensor, factor: float, clip: float | None
-) -> torch.Tensor:
-    """Multiply the gradients by `factor`, then shorten them to the norm `clip`; returns the norm before clipping.
+def gradient_scale(norm: torch.Tensor, factor: float, clip: float | None) -> torch.Tensor | None:
+    """What gradients whose mean has the given norm are multiplied by, to be means and no longer than `clip`.
 
-    Both happen in one multiplication, on the device, without reading a number back.
+    One number on the device, that is never read back; None where nothing is to be done.
     """
-    norm = norm * factor
     scale = torch.full_like(norm, factor)
     if clip is not None:
-        scale = scale * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    if grads and (clip is not None or factor != 1.0):
+        return scale * torch.clamp(clip / (norm + 1e-6), max=1.0)
+    return scale if factor != 1.0 else None
+
+
+def scale_gradients(
+    grads: Sequence[torch.Tensor], scale: torch.Tensor | None, optimizer: torch.optim.Optimizer
+) -> None:
+    """Multiply the gradients, in the optimizer's own kernel where it has one that does: they are read once less."""
+    if multiplies_gradients(optimizer) and not any(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]):
+        optimizer.grad_scale = None if scale is None else scale.reciprocal()  # type: ignore[attr-defined]
+    elif grads and scale is not None:
         torch._foreach_mul_(list(grads), scale)
-    return norm

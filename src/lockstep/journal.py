@@ -1,10 +1,12 @@
-"""What a run tells: its events, each with its fields, written by rank 0 without waiting for a GPU."""
+"""What a run tells: its events, each with its fields, written by rank 0 while the training goes on."""
 
 from __future__ import annotations
 
 import math
 import platform
+import queue
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,21 +15,27 @@ import torch
 
 from lockstep import __version__
 from lockstep.data.loader import Loader, StepBatch
-from lockstep.engine import Engine, Metric, StepResult
+from lockstep.engine import Engine, HostCopy, Metric, StepResult
 from lockstep.events import EventLog
 from lockstep.layout import Layout
+from lockstep.precision import number_formats
 from lockstep.runtime.place import Place
+
+PER_STEP = ("step", "metric")
 
 
 class Journal:
     """Writes a run's events on rank 0 and drops them elsewhere.
 
-    An event with a number that is still on a GPU is written together with the next one: by then it has arrived.
+    Those of every step are written by a thread: neither the disk nor a number that is still on a GPU holds the next
+    step up. All others are on disk when the call returns.
     """
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
-        self._pending: tuple[str, dict[str, Any]] | None = None
+        self._queue: queue.Queue[tuple[float, str, dict[str, Any]] | None] = queue.Queue()
+        self._failure: BaseException | None = None
+        self._writer = threading.Thread(target=self._write, name="lockstep-events", daemon=True)
         self._item, self._items_per_sample = "samples", 1
         self._began = self._step_began = time.monotonic()
         self._last_loss = math.nan
@@ -41,10 +49,17 @@ class Journal:
         """Record one event."""
         if self._log is None:
             return
-        self._flush()
-        self._pending = (kind, fields)
-        if not _is_on_gpu(fields):
-            self._flush()
+        if threading.current_thread() is self._writer:  # a reader that has something to say while it reads
+            self._log.emit(kind, **_plain(fields))
+            return
+        if not self._writer.is_alive():
+            self._writer.start()
+        self._queue.put((time.time(), kind, _on_its_way(fields)))
+        if kind not in PER_STEP:
+            self._queue.join()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def start(
         self, run: str, layout: Layout, place: Place, device: torch.device, engine: Engine, loader: Loader
@@ -58,6 +73,7 @@ class Journal:
             nodes=place.nodes,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
             precision=engine.precision,
+            formats=number_formats(engine.precision, engine.numerics, device.type),
             resumed_from_step=engine.steps_done or None,
             total_steps=loader.total_steps,
             steps_per_epoch=loader.steps_per_epoch,
@@ -85,6 +101,7 @@ class Journal:
             items=batch.samples * self._items_per_sample,
             seconds=now - self._step_began,
             skipped=result.skipped,
+            loss_scale=result.loss_scale,
         )
         self._step_began = now
 
@@ -105,6 +122,12 @@ class Journal:
             seconds=seconds,
             best=best,
         )
+        self._step_began = time.monotonic()
+
+    def test(self, step: int, results: Mapping[str, Metric], samples: int, seconds: float) -> None:
+        """The test data were scored with the weights of `step`."""
+        metrics = _as_json({name: metric for name, metric in results.items() if name != "loss"})
+        self.emit("test", step=step, loss=results["loss"].value, metrics=metrics, samples=samples, seconds=seconds)
         self._step_began = time.monotonic()
 
     def checkpoint(self, step: int, path: str, seconds: float, size: int, best: bool) -> None:
@@ -131,27 +154,41 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left and close the log."""
-        self._flush()
-        if self._log:
-            self._log.close()
+        if self._log is None:
+            return
+        if self._writer.is_alive():
+            self._queue.put(None)
+            self._writer.join()
+        self._log.close()
+        if self._failure is not None:
+            raise self._failure
 
-    def _flush(self) -> None:
-        if self._pending and self._log:
-            (kind, fields), self._pending = self._pending, None
-            self._log.emit(kind, **_plain(fields))
+    def _write(self) -> None:
+        assert self._log is not None
+        while (item := self._queue.get()) is not None:
+            at, kind, fields = item
+            try:
+                self._log.emit(kind, time=at, **_plain(fields))
+            except BaseException as error:  # raised by the training's next event
+                self._failure = self._failure or error
+            finally:
+                self._queue.task_done()
 
 
 def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
     return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}
 
 
-def _is_on_gpu(value: Any) -> bool:
+def _on_its_way(value: Any) -> Any:
+    """The same fields, numbers on a GPU being copied to the host behind what was launched so far."""
     if isinstance(value, Mapping):
-        return any(_is_on_gpu(part) for part in value.values())
-    return bool(getattr(value, "is_cuda", False))
+        return {key: _on_its_way(part) for key, part in value.items()}
+    return HostCopy(value) if getattr(value, "is_cuda", False) else value
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, HostCopy):
+        return value.read()[0]
     return value.item() if hasattr(value, "item") else value

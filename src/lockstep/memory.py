@@ -11,6 +11,7 @@ import torch
 
 from lockstep.data.loader import MicroBatch, Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
+from lockstep.data.transfer import Transfers
 from lockstep.runtime.comm import Comm
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
 
     engine.model.eval()  # measuring must not count as a batch in running statistics
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = engine.forward(micro_batch)
+        loss, _ = engine.forward(micro_batch, Transfers(engine.device).send(micro_batch.data).take())
         del loss
     engine.rest()
     return sum(kept.values())

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lockstep.config import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError, unknown
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from lockstep.engine import OptimizerFactory, Schedule
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
+"""DTensor knows the fused kernels of these only (torch 2.11 and 2.13)."""
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
@@ -34,6 +38,31 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {config.name} refuses its arguments {config.args}", str(error)) from None
     return lambda parameters: optimizer(parameters, lr=config.lr, **arguments)
+
+
+def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Let a stock optimizer update all parameters in one kernel, where the user did not choose an implementation.
+
+    torch's own default is a loop over the parameters on the CPU and several kernels for each operation on a GPU.
+    """
+    has_sparse_gradients = any(getattr(module, "sparse", False) for module in model.modules())
+    if type(optimizer) not in FUSED or has_sparse_gradients:
+        return
+    for group in optimizer.param_groups:
+        undecided = group.get("foreach") is None and group.get("fused") is None
+        special = group.get("capturable") or group.get("differentiable")
+        sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
+        possible = type(optimizer) in FUSED_ON_SHARDS or not sharded
+        if undecided and possible and not special and all(p.is_floating_point() for p in group["params"]):
+            group["fused"] = True
+
+
+def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides the gradients by its attribute `grad_scale`, as torch's fused kernels do.
+
+    The attribute is what torch.amp's GradScaler sets (torch 2.11 and 2.13).
+    """
+    return type(optimizer) in FUSED and all(group["fused"] for group in optimizer.param_groups)
 
 
 def schedule_function(config: ScheduleConfig, total_steps: int | None) -> Schedule:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +18,27 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from lockstep.checkpoint.load import load_shard
-from lockstep.checkpoint.resume import find_starting_point
+from lockstep.checkpoint.format import step_folder
+from lockstep.checkpoint.load import check_layout, load_shard
+from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
-from lockstep.checkpoint.state import engine_state, restore_engine
-from lockstep.config import LaunchConfig
-from lockstep.data.loader import Loader, Reading, StepBatch, dataset_size, evaluation_batches
+from lockstep.checkpoint.state import engine_state, restore_engine, restore_model
+from lockstep.config import (
+    Attention,
+    Compile,
+    Format,
+    LaunchConfig,
+    NumericsConfig,
+    ShardConfig,
+    numerics_config,
+    shard_config,
+)
+from lockstep.data.loader import Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
 from lockstep.data.order import Order, Position
+from lockstep.data.sets import cache_folder
+from lockstep.data.transfer import one_step_ahead
 from lockstep.engine import Engine, LossFunction, Metric, MetricFunction, OptimizerFactory, Schedule, StepResult
-from lockstep.errors import UserError
+from lockstep.errors import UserError, unknown
 from lockstep.events import EventLog, Reader
 from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
@@ -32,15 +46,31 @@ from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch
 from lockstep.parallel.apply import parallelize
-from lockstep.precision import Precision
+from lockstep.parallel.compile import check_compile, keep_on_disk
+from lockstep.parallel.statistics import batch_norm_line
+from lockstep.precision import check_can_compute
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import visible_gpus
+from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.output import redirect_to, tee_to
 from lockstep.runtime.place import cpus_per_rank
 
 MOST_WORKERS = 8
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Perplexity(Metric):
+    """The sum and the count of a loss in nats; the value is exp(sum / count)."""
+
+    @property
+    def value(self) -> float:
+        """The perplexity; infinite where it is too large for a float."""
+        try:
+            return math.exp(super().value)
+        except OverflowError:
+            return math.inf
 
 
 class Run:
@@ -74,6 +104,9 @@ class Run:
         self._loaders: dict[str, Loader] = {}
         self._progress: dict[str, dict[str, Any]] = {}
         self._announced = self._closed = False
+        self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
+        self.saved_step = -1  # the last step that was saved here
+        self._garbage: GarbageCollection | None = None
         self._undo_output, readers = self._show(launched)
         self.journal = Journal(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
         if not launched:
@@ -100,8 +133,13 @@ class Run:
         optimizer: OptimizerFactory,
         schedule: Schedule | None = None,
         clip: float | None = None,
-        precision: Precision = "fp32",
+        precision: Format = "fp32",
+        numerics: NumericsConfig | Mapping[str, Any] | None = None,
         recompute: bool = False,
+        compile: Compile = "off",
+        attention: Attention = "auto",
+        shard: ShardConfig | Mapping[str, Any] | None = None,
+        batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
         init: Literal["auto", "by-name"] = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
     ) -> Engine:
@@ -109,8 +147,17 @@ class Run:
 
         `loss(model, batch)` returns (sum, weight): a sum over what counts, and how much counted; with
         `loss_reduction="mean"` the first is a mean. `optimizer` is called with this rank's (name, parameter) pairs.
-        `schedule(step)` is the factor on the learning rate.
+        `schedule(step)` is the factor on the learning rate. docs/config.md explains the other arguments: they are
+        the config's keys of the same names.
         """
+        numerics, shard = numerics_config(numerics, precision), shard_config(shard)
+        if batch_norm not in ("micro-batch", "sync"):
+            raise unknown("batch_norm", batch_norm, ("micro-batch", "sync"))
+        self._batch_norm = batch_norm
+        self._comm.once("check the number formats", lambda: check_can_compute(precision, numerics, self.device.type))
+        if compile != "off":
+            check_compile(compile, self.layout, shard, numerics, batch_norm)
+            keep_on_disk(cache_folder() / "compile")
         self.status("building the model")
         parallel = parallelize(
             build_model,
@@ -120,6 +167,10 @@ class Run:
             seed=self.seed,
             init_by_name=init == "by-name",
             recompute_blocks=recompute,
+            compile_=compile,
+            numerics=numerics,
+            shard_config=shard,
+            batch_norm=batch_norm,
         )
         self.engine = Engine(
             parallel,
@@ -133,6 +184,9 @@ class Run:
             schedule=schedule,
             clip=clip,
             precision=precision,
+            numerics=numerics,
+            compile_=compile,
+            attention=attention,
             loss_reduction=loss_reduction,
             observe=self._observe,
         )
@@ -140,7 +194,12 @@ class Run:
         self._progress.clear()
         if self._start is not None:
             self.status(f"loading {self._start.folder.name}")
-            restore_engine(self.engine, *load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"]))
+            tensors, meta = load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"])
+            restore_engine(self.engine, tensors, meta)
+            if attention == "auto" and self.device.type == "cuda" and meta.get("attention"):
+                self.engine.use_attention(meta["attention"])  # measured once, when the run began
+            if self.engine.loss_scale and meta.get("loss_scale"):
+                self.engine.loss_scale.restore(meta["loss_scale"])
         return self.engine
 
     def loader(
@@ -193,6 +252,7 @@ class Run:
             steps=steps,
             name=name,
             before_step=self._boundary,
+            ahead=partial(one_step_ahead, device=self.device) if self.device.type == "cuda" else iter,
             steps_done=saved.get("steps_done", 0),
         )
         self._loaders[name] = loader
@@ -204,20 +264,70 @@ class Run:
         dataset: Dataset[Any],
         metrics: Mapping[str, MetricFunction] | None = None,
         *,
+        perplexity: bool = False,
         micro_batch: int | None = None,
         workers: int | None = None,
         collate: Collate = default_collate,
     ) -> dict[str, Metric]:
         """Loss and metrics over a whole dataset, each sample once, whatever the number of ranks.
 
-        A metric is a function (model, batch) -> (sum, count); the result's `.value` is their ratio.
+        A metric is a function (model, batch) -> (sum, count); the result's `.value` is their ratio. With `perplexity`
+        there is one more, the exp of the mean loss. Nothing is recorded: `validate` and `test` do that.
         """
-        engine = self._need_engine("evaluate")
-        train = next(iter(self._loaders.values()), None)
-        chosen = micro_batch or (train.order.micro_batch if train else 32)
-        order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
-        reading = self._reading(workers, 2, False, collate)
-        return engine.evaluate(evaluation_batches(dataset, order, reading), metrics)
+        options: dict[str, Any] = {
+            "perplexity": perplexity,
+            "micro_batch": micro_batch,
+            "workers": workers,
+            "collate": collate,
+        }
+        return self._score(dataset, metrics, **options)[0]
+
+    def validate(
+        self, dataset: Dataset[Any], metrics: Mapping[str, MetricFunction] | None = None, **options: Any
+    ) -> dict[str, Metric]:
+        """`evaluate`, with its options, shown on the console and in TensorBoard; saves where the loss is the lowest.
+
+        That checkpoint stays until there is a better one, and `load_best` and `test` use it.
+        """
+        self.status("validating")
+        started = time.monotonic()
+        results, samples = self._score(dataset, metrics, **options)
+        loss = results["loss"].value
+        best = math.isfinite(loss) and (self.best is None or loss < self.best[1])
+        self.journal.validation(self._steps_done, self._epoch(), results, samples, time.monotonic() - started, best)
+        if best:
+            self.save(best_loss=loss)
+        return results
+
+    def test(
+        self, dataset: Dataset[Any], metrics: Mapping[str, MetricFunction] | None = None, **options: Any
+    ) -> dict[str, Metric]:
+        """`load_best` and `evaluate`, with its options, shown like a validation: once, after the last step."""
+        step = self.load_best()
+        self.status("testing")
+        started = time.monotonic()
+        results, samples = self._score(dataset, metrics, **options)
+        self.journal.test(step, results, samples, time.monotonic() - started)
+        return results
+
+    def load_best(self) -> int:
+        """Put the weights of the best checkpoint into the model; returns the step they are of.
+
+        For after the last step: the optimizer stays where it is. Where the training stands is saved first. Without a
+        best checkpoint (nothing was validated) the weights stay too.
+        """
+        engine = self._need_engine("load_best")
+        if self.best is None:
+            return engine.steps_done
+        if self.saved_step != engine.steps_done:
+            self.save()
+        folder = step_folder(self.folder.path, self.best[0])
+        self.status(f"loading {folder.name}")
+        self._comm.once("check the best checkpoint", lambda: str(check_whole(folder)))
+        check_layout(folder, self.layout)
+        engine.rest()
+        restore_model(engine, load_shard(folder, self.layout.coordinate(self.rank)["fsdp"])[0])
+        return self.best[0]
 
     def save(self, best_loss: float | None = None) -> None:
         """Write a checkpoint of the whole run; every rank calls it. With `best_loss` it is marked as the best one."""
@@ -226,10 +336,12 @@ class Run:
         started = time.monotonic()
         tensors, meta = engine_state(engine)
         meta["seed"] = self.seed
+        meta["attention"] = engine.attention
+        meta["loss_scale"] = engine.loss_scale.state() if engine.loss_scale else None
         meta["loaders"] = self._progress
         at = self.layout.coordinate(self.rank)
         size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=at["fsdp"], writes=at["dp"] == 0)
-        step = engine.steps_done
+        step = self.saved_step = engine.steps_done
         if best_loss is not None:
             self.best = (step, best_loss)
         if self.is_main:
@@ -279,6 +391,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        if self._garbage:
+            self._garbage.restore()
         self.requests.close()
         self.journal.close()
         self._comm.close()
@@ -303,20 +417,47 @@ class Run:
         """How many of the last checkpoints stay beside the best."""
         self._keep = count
 
-    def record_validation(self, results: Mapping[str, Metric], samples: int, seconds: float, best: bool) -> None:
-        """Put a validation into the event log."""
-        self.journal.validation(self._steps_done, self._epoch(), results, samples, seconds, best)
-
     # Inside -------------------------------------------------------------------------------------------------------
 
     @property
     def _steps_done(self) -> int:
         return self.engine.steps_done if self.engine else 0
 
+    def _score(
+        self,
+        dataset: Dataset[Any],
+        metrics: Mapping[str, MetricFunction] | None,
+        perplexity: bool = False,
+        micro_batch: int | None = None,
+        workers: int | None = None,
+        collate: Collate = default_collate,
+    ) -> tuple[dict[str, Metric], int]:
+        """The results of an evaluation and the number of samples it read, over all ranks."""
+        engine = self._need_engine("evaluate")
+        train = next(iter(self._loaders.values()), None)
+        chosen = micro_batch or (train.order.micro_batch if train else 32)
+        order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
+        reading = self._reading(workers, 2, False, collate)
+        samples = 0
+
+        def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+            nonlocal samples
+            for batch in batches:
+                samples += 0 if batch.filler else len(batch.ids)
+                yield batch
+
+        results = engine.evaluate(counted(evaluation_batches(dataset, order, reading)), metrics)
+        if perplexity:
+            results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
+        return results, int(self._comm.sum([float(samples)])[0])
+
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         # Not when the loader hands a batch out: a save before its step must not count it.
         self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
         self.journal.step(result, batch, self._epoch(batch))
+        if result.skipped and result.weight > 0:
+            at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
+            self.message(f"the gradients of {at}: the step is skipped, the scale halved")
 
     def _record_progress(self, loader: Loader, position: Position, steps_done: int) -> None:
         self._progress[loader.name] = {
@@ -339,8 +480,14 @@ class Run:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
             self._announced = True
+            self._garbage = GarbageCollection()
             engine, loader = self._need_engine("loader"), next(iter(self._loaders.values()))
             self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
+            micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
+            if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
+                self.message(line)
+        if self._garbage:
+            self._garbage.after_step(self._steps_done)
         for request, reason, code in (("interrupt", "interrupted", 130), ("terminate", "terminated", 75)):
             if request in self.requests.agreed:
                 self.status("saving before the stop")
@@ -370,7 +517,7 @@ class Run:
             seed=self.seed,
             data_rank=self.layout.data_rank(self.rank),
             data_size=self.layout.data_size,
-            equal_counts=self.layout.fsdp > 1,
+            equal_counts=self.layout.fsdp > 1 or self._batch_norm == "sync",
             shuffle=shuffle,
         )
 

@@ -5,12 +5,11 @@ for batch in loader:                    the position is restored, the order foll
     yield out                           code between steps is the only hook
     if validation is due: validate      and save when it is the best so far
     if a checkpoint is due: save
-validate, save, show a sample, end
+validate, save, show a sample, test the best checkpoint, end
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,6 +47,7 @@ class Trainer:
             config = config.model_copy(update={"global_batch": global_batch, "batch_per_device": None})
         self.config = config
         self.last_validation: dict[str, Metric] = {}
+        self.last_test: dict[str, Metric] = {}
         self.run.keep_checkpoints(config.keep)
         self.run.status("reading the data")
         self.task = task_of(config)
@@ -55,7 +55,7 @@ class Trainer:
         self._validate_every = Cadence.parse(config.validate_every)
         self._save_every = Cadence.parse(config.save_every)
         self._validated = self._saved = time.monotonic()
-        self._validated_step = self._saved_step = -1
+        self._validated_step = -1
         self.engine = self._setup()
         self.loader = self._load()
 
@@ -77,11 +77,11 @@ class Trainer:
                 break  # the end validates and saves in any case
             if self._due(self._validate_every, "validate", self._validated, out.step):
                 self.validate()
-            if self._due(self._save_every, "save", self._saved, out.step) and self._saved_step != out.step:
+            if self._due(self._save_every, "save", self._saved, out.step) and run.saved_step != out.step:
                 self.save()
         if self._validated_step != engine.steps_done:
             self.validate()
-        if self._saved_step != engine.steps_done:
+        if run.saved_step != engine.steps_done:
             self.save()
         if self.task.showcase:
             run.status("generating a sample")
@@ -89,29 +89,33 @@ class Trainer:
             prompt, text = self.task.showcase(engine.model)
             engine.rest()
             run.journal.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
+        self.test()
         run.close()
 
     def validate(self) -> dict[str, Metric]:
         """Score the validation data; a new best is saved."""
         if self.task.validation is None:
             return {}
-        self.run.status("validating")
-        started = time.monotonic()
-        results = self.run.evaluate(self.task.validation, self.task.metrics, workers=self.config.data.workers)
-        loss = results["loss"].value
-        best = math.isfinite(loss) and (self.run.best is None or loss < self.run.best[1])
-        samples = len(self.task.validation)  # type: ignore[arg-type]
-        self.run.record_validation(results, samples, time.monotonic() - started, best)
-        self.last_validation = results
-        self._validated, self._validated_step = time.monotonic(), self.engine.steps_done
-        if best:
-            self.save(best_loss=loss)
-        return results
+        step = self.engine.steps_done
+        self.last_validation = self.run.validate(self.task.validation, self.task.metrics, **self._scoring())
+        self._validated, self._validated_step = time.monotonic(), step
+        if self.run.saved_step == step:
+            self._saved = self._validated
+        return self.last_validation
 
-    def save(self, best_loss: float | None = None) -> None:
+    def test(self) -> dict[str, Metric]:
+        """Score the test data with the best checkpoint, whose weights stay in the model."""
+        if self.task.test is not None:
+            self.last_test = self.run.test(self.task.test, self.task.metrics, **self._scoring())
+        return self.last_test
+
+    def save(self) -> None:
         """Write a checkpoint."""
-        self.run.save(best_loss)
-        self._saved, self._saved_step = time.monotonic(), self.engine.steps_done
+        self.run.save()
+        self._saved = time.monotonic()
+
+    def _scoring(self) -> dict[str, Any]:
+        return {"perplexity": self.task.perplexity, "workers": self.config.data.workers}
 
     def _setup(self) -> Engine:
         config, per_epoch = self.config, self._steps_per_epoch()
@@ -123,7 +127,12 @@ class Trainer:
             schedule=schedule_function(config.schedule, total),
             clip=config.clip,
             precision=config.precision,
+            numerics=config.numerics,
             recompute=config.recompute,
+            compile=config.compile,
+            attention=config.attention,
+            shard=config.shard,
+            batch_norm=config.batch_norm,
             init=config.init,
         )
 

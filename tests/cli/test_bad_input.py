@@ -32,7 +32,7 @@ WRONG = [
     ("train digits --set optimizer.name=adamx", "did you mean 'adam'?"),
     ("train digits --set optimizer.args.foo=1", "unknown argument of optimizer adamw: 'foo'"),
     ("train digits --set optimizer.name=no.such:Thing", "cannot import the optimizer"),
-    ("train digits --set precision=fp64", "it has to be 'fp32' or 'bf16'"),
+    ("train digits --set precision=fp64", "it has to be 'fp32', 'bf16' or 'fp16'"),
     ("train digits --set validate_every=often", 'write "100 steps"'),
     ("train digits --set novalue", "write --set key=value"),
     ("train digits --set backend=nccl --device cpu", "backend nccl needs device cuda"),
@@ -40,6 +40,21 @@ WRONG = [
     ("train lm --set data.path=missing.txt", "missing.txt"),
     ("train lm --set data.path=empty.txt", "empty.txt"),
     ("train linear --set data.path=empty.txt", "leave data.path out"),
+    ("train mnist", "the data set mnist is not in the cache folder"),
+    ("train cifar10", "run `lockstep fetch cifar10` on a machine with internet"),
+    ("train wikitext2 --set data.path=missing", "there is no folder missing: check data.path"),
+    ("train wikitext2 --set data.path=foreign", "foreign has neither train.txt nor wiki.train.tokens"),
+    ("train mnist --set data.path=foreign", "foreign/train-images-idx3-ubyte.gz is missing"),
+    ("train mnist --set data.path=missing.npz", "missing.npz is missing"),
+    ("train cifar10 --set data.path=foreign", "foreign has no data_batch_*.bin"),
+    ("train cifar10 --set data.path=cut", "cut/data_batch_1.bin has 4000 bytes, which is no whole number of records"),
+    ("train wikitext2 --set model.heads=3", "width 200 is not divisible by heads 3"),
+    ("fetch", "name one of wikitext2, mnist, cifar10"),
+    ("fetch mnits", "unknown data set 'mnits': did you mean 'mnist'?"),
+    ("fetch mnist --from missing", "there is no folder missing"),
+    ("fetch mnist --from foreign", "there is no train-images-idx3-ubyte.gz in that folder"),
+    ("fetch mnist --from http://127.0.0.1:1", "this machine has no internet, 127.0.0.1 cannot be reached"),
+    ("fetch cifar10 --from http://127.0.0.1:1", "run `lockstep fetch cifar10` on a login node"),
     ("train missing.toml", "cannot read config missing.toml"),
     ("train broken.toml", "config broken.toml is not TOML"),
     ("train digits --run-dir foreign", "foreign is not a run folder"),
@@ -63,6 +78,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.toml").write_text("steps = = 3")
     (tmp_path / "script.py").write_text("print('never started')")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "data_batch_1.bin").write_bytes(bytes(4000))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +58,8 @@ def test_a_batch_per_device_is_stored_as_the_global_batch_it_means(tmp_path):
 
 
 def test_a_clock_asks_and_the_next_step_boundary_saves(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.trainer.time.monotonic", iter(range(0, 10_000_000, 45)).__next__)
+    clock = SimpleNamespace(monotonic=itertools.count(0, 45).__next__)
+    monkeypatch.setattr("lockstep.trainer.time", clock)  # not the module's own, which loader processes wait by
     trainer_in(tmp_path / "run", save_every="1 minutes", validate_every="never").fit()
     saved = [event["step"] for event in events(tmp_path / "run", "checkpoint")]
     assert len(saved) > 3

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import default_collate
 
+from lockstep.config import Format
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.layout import AVAILABLE_AXES, AXES, Layout
-from lockstep.precision import Precision
 from lockstep.runtime.seeds import seed_of
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -61,7 +61,7 @@ class Column:
     steps: int = 20
     clip: float | None = None
     dropout: float = 0.0
-    precision: Precision = "fp32"
+    precision: Format = "fp32"
     recompute: bool = False
     validates: bool = False
 

@@ -147,7 +147,7 @@ MISTAKES = [
     (["model.layrs=2"], "unknown key 'model.layrs' (from --set): did you mean 'model.layers'?"),
     (["layers=2"], "unknown key 'layers' (from --set): did you mean 'model.layers'?"),
     (["recipe=lmm"], "unknown recipe 'lmm': did you mean 'lm'?"),
-    (["recipe=resnet"], "unknown recipe 'resnet': choose one of lm, digits, linear"),
+    (["recipe=resnet"], "unknown recipe 'resnet': choose one of lm, digits, linear, wikitext2, mnist, cifar10"),
     # wrong types
     (["recipe=3"], "recipe = 3 (from --set) is not valid: it has to be text"),
     (["global_batch=abc"], "global_batch = 'abc' (from --set) is not valid: it has to be a whole number"),
@@ -170,7 +170,7 @@ MISTAKES = [
     (["data.workers=-1"], "data.workers = -1 (from --set) is not valid: it has to be greater than or equal to 0"),
     (["optimizer.lr=nan"], "optimizer.lr = nan (from --set) is not valid: it has to be a finite number"),
     (["schedule.final=2"], "schedule.final = 2 (from --set) is not valid: it has to be less than or equal to 1"),
-    (["precision=fp16"], "precision = 'fp16' (from --set) is not valid: it has to be 'fp32' or 'bf16'"),
+    (["precision=fp8"], "precision = 'fp8' (from --set) is not valid: it has to be 'fp32', 'bf16' or 'fp16'"),
     (
         ["schedule.name=poly"],
         "schedule.name = 'poly' (from --set) is not valid: it has to be 'constant', 'linear' or 'cosine'",

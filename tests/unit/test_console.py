@@ -59,6 +59,7 @@ def start(**changes: Any) -> Event:
         "nodes": 1,
         "device": "cpu",
         "precision": "fp32",
+        "formats": {"weights": "fp32"},
         "resumed_from_step": None,
         "total_steps": 300,
         "steps_per_epoch": 120,
@@ -83,6 +84,7 @@ def step(number: int, **changes: Any) -> Event:
         "items": 2048,
         "seconds": 0.05,
         "skipped": False,
+        "loss_scale": 1.0,
     }
     return event("step", **{**fields, **changes})
 
@@ -99,6 +101,11 @@ def validation(number: int, loss: float, best: bool = True, **metrics: tuple[flo
         seconds=0.6,
         best=best,
     )
+
+
+def final_score(number: int, loss: float, **metrics: tuple[float, float, float]) -> Event:
+    named = {name: dict(zip(("sum", "count", "value"), numbers, strict=True)) for name, numbers in metrics.items()}
+    return event("test", step=number, loss=loss, metrics=named, samples=10_000, seconds=0.6)
 
 
 def checkpoint(number: int) -> Event:
@@ -216,6 +223,14 @@ def test_the_end_compares_with_the_baseline(loss: float, verdict: str):
     )
 
 
+def test_the_test_is_shown_when_it_is_done_and_is_the_last_line_of_the_end():
+    score = final_score(200, 0.0812, accuracy=(9761, 10_000, 0.9761), perplexity=(812.0, 10_000, 1.0846))
+    line = "test loss 0.08120 | accuracy 97.6 % (9761/10000) | perplexity 1.085 | by the best checkpoint, of step 200"
+    assert shown(score) == [line]
+    *_, last = shown(validation(300, 2.0), score, end(best_loss=1.9, best_step=200))
+    assert last == line
+
+
 def test_the_end_without_validation_is_one_line():
     assert shown(end()) == ["done: 300 steps in 1:02, training loss 1.847"]
 
@@ -320,6 +335,12 @@ def test_the_bar_says_what_it_waits_for():
     console.handle(checkpoint(80))
     console.close()
     assert "loss 2.500" in lines(screen)[-1]
+
+
+def test_the_bar_keeps_the_last_validation_and_its_metrics_in_sight():
+    bar = shown(start(), step(100), validation(100, 2.0, accuracy=(164, 180, 164 / 180)), on=terminal(160))[-1]
+    assert "loss 2.500" in bar
+    assert "validation loss 2.000 | accuracy 91.1 % (164/180)" in bar
 
 
 def test_throughput_leaves_out_the_first_step_and_the_pauses_but_the_time_left_has_them():

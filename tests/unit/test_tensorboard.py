@@ -23,6 +23,7 @@ START: dict[str, Any] = {
     "nodes": 1,
     "device": "cpu",
     "precision": "fp32",
+    "formats": {"weights": "fp32"},
     "total_steps": 8,
     "steps_per_epoch": 4,
     "global_batch": 32,
@@ -50,6 +51,7 @@ def emit_step(log: EventLog, step: int, loss: float, seconds: float = 0.5) -> No
         items=2048,
         seconds=seconds,
         skipped=False,
+        loss_scale=1.0,
     )
 
 
@@ -77,6 +79,8 @@ def test_tensorboard_reads_every_tag_with_its_steps_and_values(tmp_path: Path):
         emit_step(log, step, loss=4.0 / step)
     log.emit("metric", step=2, values={"temperature": 0.5})
     emit_validation(log, 2, loss=2.5)
+    perplexity = {"perplexity": {"sum": 9.0, "count": 4, "value": 9.5}}
+    log.emit("test", step=1, loss=2.25, metrics=perplexity, samples=4, seconds=0.1)
     log.emit("sample", step=2, prompt="To be", text=" or\nnot *to* be")
     log.close()
 
@@ -85,6 +89,8 @@ def test_tensorboard_reads_every_tag_with_its_steps_and_values(tmp_path: Path):
         "Loss/Train",
         "Loss/Val",
         "Accuracy/Val",
+        "Loss/Test",
+        "Perplexity/Test",
         "LearningRate",
         "GradNorm",
         "Throughput",
@@ -96,6 +102,8 @@ def test_tensorboard_reads_every_tag_with_its_steps_and_values(tmp_path: Path):
     assert points(accumulator, "Throughput") == [(1, 4096.0), (2, 4096.0)]
     assert points(accumulator, "Loss/Val") == [(2, 2.5)]
     assert points(accumulator, "Accuracy/Val") == [(2, 0.75)]
+    assert points(accumulator, "Loss/Test") == [(1, 2.25)]
+    assert points(accumulator, "Perplexity/Test") == [(1, 9.5)]
     assert points(accumulator, "temperature") == [(2, 0.5)]
     [sample] = accumulator.Tensors("Sample")
     assert sample.step == 2

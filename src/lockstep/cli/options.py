@@ -79,9 +79,14 @@ def check_can_continue(folder: RunFolder, layout: str) -> None:
 
 
 def print_plan(
-    config: LaunchConfig, origin: Mapping[str, str], folder: RunFolder, terminal: Terminal, as_json: bool
+    config: LaunchConfig,
+    origin: Mapping[str, str],
+    folder: RunFolder,
+    terminal: Terminal,
+    as_json: bool,
+    **more: Mapping[str, str],
 ) -> None:
-    """What `--dry-run` shows: every value, where it came from, and which run it would be."""
+    """What `--dry-run` shows: every value, where it came from, and which run it would be; `more` goes into its JSON."""
     from rich.table import Table
 
     from lockstep.config import flatten
@@ -89,7 +94,7 @@ def print_plan(
     values = dict(flatten(config.model_dump(mode="json")))
     if as_json:
         plan = {key: {"value": value, "from": origin.get(key, "default")} for key, value in values.items()}
-        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan}))
+        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan, **more}))
         return
     table = Table("key", "value", "from", box=None, header_style="bold", pad_edge=False)
     for key, value in values.items():

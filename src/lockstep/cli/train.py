@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from lockstep.cli import options as opt
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config import Resolved
+    from lockstep.config import Config, Resolved
     from lockstep.folder import RunFolder
 
 
@@ -64,10 +65,10 @@ def train_command(
         opt.check_can_continue(folder, resolved.config.layout)
 
     with terminal.status("checking the recipe"):  # a person sees that torch's import takes its seconds
-        parameters = _check_with_torch(resolved)
+        parameters = _check_with_torch(resolved, chosen)
     if dry_run:
-        _explain(resolved, parameters, terminal)
-        opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json)
+        formats = _explain(resolved, parameters, chosen, terminal)
+        opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json, formats=formats)
         return 0
     launch_keys = cfg.LaunchConfig.model_fields
     options = {key: value for key, value in resolved.config.model_dump().items() if key in launch_keys}
@@ -83,7 +84,7 @@ def train_command(
     if as_json:
         print(json.dumps(_result(folder, code)))
     elif code == 0:
-        _next_commands(folder, resolved.config.recipe, terminal)
+        _next_commands(folder, resolved.config, terminal)
     return code
 
 
@@ -91,7 +92,7 @@ def _list_recipes() -> int:
     from lockstep.recipes.catalog import RECIPES
 
     for recipe in RECIPES.values():
-        print(f"{recipe.name:8} {recipe.summary}")
+        print(f"{recipe.name:10} {recipe.summary}")
     return 0
 
 
@@ -105,42 +106,68 @@ def _named_layer(what: str | None) -> list[Any]:
     return [Layer("the command line", {"recipe": what})]
 
 
-def _check_with_torch(resolved: Resolved) -> int:
+def _check_with_torch(resolved: Resolved, device: str) -> int:
     """What only shows when the recipe is built: data, optimizer, model. Returns the number of parameters."""
     import torch
 
     from lockstep.data.loader import dataset_size
+    from lockstep.layout import Layout
     from lockstep.optim import optimizer_factory
+    from lockstep.parallel.compile import check_compile
+    from lockstep.precision import DTYPES, check_can_compute, refuse_untrainable
     from lockstep.recipes.task import task_of
 
-    task = task_of(resolved.config)
+    config = resolved.config
+    check_can_compute(config.precision, config.numerics, device)
+    check_compile(config.compile, Layout.parse(config.layout), config.shard, config.numerics, config.batch_norm)
+    task = task_of(config)
     dataset_size(task.train, "training")
-    if task.validation is not None:
-        dataset_size(task.validation, "validation")
-    optimizer_factory(resolved.config.optimizer)
+    for dataset, what in ((task.validation, "validation"), (task.test, "test")):
+        if dataset is not None:
+            dataset_size(dataset, what)
+    make_optimizer = optimizer_factory(config.optimizer)
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in task.build_model().parameters())
+        named = list(task.build_model().to(DTYPES[config.numerics.storage_dtype]).named_parameters())
+    refuse_untrainable(named, make_optimizer(named), config.numerics)
+    return sum(parameter.numel() for _, parameter in named)
 
 
-def _explain(resolved: Resolved, parameters: int, terminal: Terminal) -> None:
+def _explain(resolved: Resolved, parameters: int, device: str, terminal: Terminal) -> dict[str, str]:
+    """Say what a run would be; returns its number formats."""
+    from rich.table import Table
+
     from lockstep.layout import Layout
+    from lockstep.precision import number_formats
 
     layout = Layout.parse(resolved.config.layout)
     terminal.print(f"layout {layout}: {layout.explain()}")
     terminal.print(f"model: {parameters:,} parameters\n")
+    formats = number_formats(resolved.config.precision, resolved.config.numerics, device)
+    table = Table("numbers", "format", box=None, header_style="bold", pad_edge=False)
+    for what, number_format in formats.items():
+        table.add_row(what, number_format)
+    terminal.print(table, "")
+    return formats
 
 
 def _result(folder: RunFolder, code: int) -> dict[str, Any]:
     from lockstep.events import read_events
 
-    ends = [event for event in read_events(folder.events) if event["kind"] == "end"] if folder.events.exists() else []
-    wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
-    return {"run": str(folder.path), "exit": code} | ({key: ends[-1][key] for key in wanted} if ends else {})
+    result: dict[str, Any] = {"run": str(folder.path), "exit": code}
+    last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}
+    if "end" in last:
+        wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
+        result |= {key: last["end"][key] for key in wanted}
+    if "test" in last:
+        result["test"] = {key: last["test"][key] for key in ("step", "loss", "metrics", "samples")}
+    return result
 
 
-def _next_commands(folder: RunFolder, recipe: str, terminal: Terminal) -> None:
+def _next_commands(folder: RunFolder, config: Config, terminal: Terminal) -> None:
     program, tensorboard = _as_typed("lockstep"), _as_typed("tensorboard")
-    command = f"{program} train{'' if recipe == 'lm' else ' ' + recipe}"
+    command = f"{program} train{'' if config.recipe == 'lm' else ' ' + config.recipe}"
+    if config.data.path is not None:
+        command += f" --set {shlex.quote(f'data.path={config.data.path}')}"
     tries = (
         (f"{command} --layout fsdp=2", "the same numbers with sharded parameters"),
         (f"{command} --set seed=1 --steps 50", "change any value; --dry-run shows them all"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan, deal
 from lockstep.errors import UserError
@@ -74,6 +74,8 @@ class Loader:
     steps: int | None = None
     name: str = "train"
     before_step: Callable[[], None] = field(default=lambda: None)
+    ahead: Callable[[Iterable[StepBatch]], Iterator[StepBatch]] = iter
+    """Prepares the next step while one runs."""
     steps_done: int = 0
     is_read: bool = False
     """Whether it was iterated to its end."""
@@ -96,7 +98,7 @@ class Loader:
             raise UserError(
                 f"the loader {self.name!r} has given all its steps", "make it with the epochs or steps you need"
             )
-        for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
+        for batch in self.ahead(self._stream() if isinstance(self.dataset, IterableDataset) else self._planned()):
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             self.before_step()
@@ -179,7 +181,8 @@ class _StepReader(Dataset[StepBatch]):
     collate: Collate
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
-        with _kept_random_state():
+        # A worker process draws for nobody else.
+        with nullcontext() if get_worker_info() else _kept_random_state():
             micro_batches = [self._read(plan.epoch, part) for part in plan.micro_batches]
         return StepBatch(micro_batches, self.order.global_batch, plan.samples, plan.epoch, plan.after)
 

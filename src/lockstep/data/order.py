@@ -17,6 +17,8 @@ from lockstep.runtime.seeds import seed_of
 Ids = npt.NDArray[np.int64]
 
 ROUNDS = 6
+AHEAD = 2048
+"""Samples whose order is worked out at once: a call costs more than a sample."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,22 @@ class Order:
     def steps(self, start: Position) -> Iterator[StepPlan]:
         """The plans of all steps from a position on, without end. The last batch of an epoch keeps what is left."""
         epoch, consumed = start.epoch, start.consumed
+        known, first = np.empty(0, dtype=np.int64), 0
         while True:
             if consumed >= self.size:
                 epoch, consumed = epoch + 1, 0
-            positions = np.arange(consumed, min(consumed + self.global_batch, self.size), dtype=np.int64)
-            ids = sample_ids(positions, self.size, self.seed, epoch) if self.shuffle else positions
-            consumed += len(ids)
+                known, first = known[:0], 0
+            end = min(consumed + self.global_batch, self.size)
+            if end > first + len(known):
+                known, first = self._ids(epoch, consumed, max(end, min(consumed + AHEAD, self.size))), consumed
+            ids = known[consumed - first : end - first]
+            consumed = end
             mine = deal(ids, self.micro_batch, self.data_rank, self.data_size, self.equal_counts)
             yield StepPlan(epoch, len(ids), mine, Position(epoch, consumed))
+
+    def _ids(self, epoch: int, start: int, stop: int) -> Ids:
+        positions = np.arange(start, stop, dtype=np.int64)
+        return sample_ids(positions, self.size, self.seed, epoch) if self.shuffle else positions
 
     def once_through(self) -> Iterator[StepPlan]:
         """Every sample once, in order, one micro-batch a plan: for evaluation."""

@@ -30,7 +30,8 @@ class Console:
         self._live: Live | None = None
         self._spinner = Spinner("dots" if terminal.encoding.startswith("utf") else "line")
         self._baseline: tuple[str, float] | None = None
-        self._validation_loss: float | None = None
+        self._validation: Event | None = None
+        self._test: Event | None = None
         self._status = ""
         # What follows belongs to one attempt and begins anew with each start event.
         self._start: Event | None = None
@@ -56,10 +57,13 @@ class Console:
                 self._logged = {**self._logged, **event["values"]}
             case "validation":
                 self._pause(event["seconds"])
-                self._validation_loss = event["loss"]
-                parts = [f"step {event['step']}", f"validation loss {_number(event['loss'])}"]
-                parts += _metric_texts(event["metrics"]) + ["best so far"] * event["best"]
+                self._validation = event
+                parts = [f"step {event['step']}", *_score_texts(event), *["best so far"] * event["best"]]
                 self._line(" | ".join(parts), "green" if event["best"] else "")
+            case "test":
+                self._status = ""
+                self._test = event
+                self._line(_test_text(event), "bold green")
             case "checkpoint":
                 self._pause(event["seconds"])
                 size = f"{_compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
@@ -84,7 +88,9 @@ class Console:
                 self._line(f"{event['reason']} at step {event['step']}: {event['text']}", style)
             case "end":
                 self.close()
-                self._line(_end_text(event, self._validation_loss, self._baseline), "bold")
+                self._line(_end_text(event, self._validation, self._baseline), "bold")
+                if self._test is not None:
+                    self._line(_test_text(self._test), "bold green")
 
     def print_line(self, text: str) -> None:
         """Print a line of the script's own output above the bar, as it is."""
@@ -182,6 +188,8 @@ class Console:
         bar_width = min(BAR_WIDTH, room // 5) if total else 0
         room -= bar_width + 1 if bar_width else 0
         texts = [status] if status else self._detail_texts(step)
+        if self._validation is not None and not status:
+            texts += _score_texts(self._validation)
         while len(texts) > 1 and len(" | ".join(texts)) > room:
             texts.pop()
         text = Text(" | ".join(texts))
@@ -230,14 +238,14 @@ def _start_text(start: Event) -> str:
     return ", ".join(parts)
 
 
-def _end_text(end: Event, validation_loss: float | None, baseline: tuple[str, float] | None) -> str:
+def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] | None) -> str:
     done = f"done: {end['step']} steps in {_clock(end['seconds'])}, training loss {_number(end['loss'])}"
-    if validation_loss is None:
+    if validation is None:
         return done
-    parts = [f"validation loss {_number(validation_loss)}"]
+    parts = [f"validation loss {_number(validation['loss'])}"]
     if baseline is not None:
         name, loss = baseline
-        parts[0] += f", {name} baseline {_number(loss)}: {'' if validation_loss < loss else 'not '}below it"
+        parts[0] += f", {name} baseline {_number(loss)}: {'' if validation['loss'] < loss else 'not '}below it"
     parts += _metric_texts(end["metrics"])
     if end["best_loss"] is not None and end["best_step"] != end["step"]:
         parts.append(f"best {_number(end['best_loss'])} at step {end['best_step']}")
@@ -248,11 +256,21 @@ def _progress_text(step: Event, total: int | None) -> str:
     return f"step {step['step']:>{len(str(total))}}/{total}" if total else f"step {step['step']}"
 
 
+def _score_texts(event: Event) -> list[str]:
+    """The loss and the metrics of a validation or test event."""
+    return [f"{event['kind']} loss {_number(event['loss'])}", *_metric_texts(event["metrics"])]
+
+
+def _test_text(test: Event) -> str:
+    return " | ".join([*_score_texts(test), f"by the best checkpoint, of step {test['step']}"])
+
+
 def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
     texts = []
     for name, metric in metrics.items():
         hits, count = float(metric["sum"]), float(metric["count"])
-        if count and hits.is_integer() and count.is_integer() and 0 <= hits <= count:
+        is_share = count and hits.is_integer() and count.is_integer() and 0 <= hits <= count
+        if is_share and math.isclose(metric["value"], hits / count):
             texts.append(f"{name} {100 * metric['value']:.1f} % ({hits:.0f}/{count:.0f})")
         elif count:
             texts.append(f"{name} {_number(metric['value'])}")

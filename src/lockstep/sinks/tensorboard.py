@@ -13,6 +13,8 @@ from typing import Any
 
 from lockstep.events import Event
 
+FLUSH_SECONDS = 1.0
+
 
 class TensorBoard:
     """Writes TensorBoard's files to `folder`; when it cannot, it says why once and lets the run go on."""
@@ -21,6 +23,7 @@ class TensorBoard:
         self._folder = folder
         self._say = say
         self._writer: Any = None
+        self._flushed = 0.0
         self._closed = False
 
     def handle(self, event: Event) -> None:
@@ -33,7 +36,10 @@ class TensorBoard:
             message = _message(event)
             if message is not None:
                 self._writer.write(message)
-                self._writer.flush()
+                # Every step would cost more than writing does.
+                if event["kind"] != "step" or event["time"] - self._flushed >= FLUSH_SECONDS:
+                    self._writer.flush()
+                    self._flushed = event["time"]
         except Exception as error:
             # Closed first: what is said may come back here as an event.
             self._closed = True
@@ -52,9 +58,10 @@ def scalars(event: Event) -> dict[str, float]:
         case "step":
             tags = {"Loss/Train": event["loss"], "LearningRate": event["lr"], "GradNorm": event["grad_norm"]}
             return tags | ({"Throughput": event["items"] / event["seconds"]} if event["seconds"] > 0 else {})
-        case "validation":
-            metrics = {f"{name.title()}/Val": metric["value"] for name, metric in event["metrics"].items()}
-            return {"Loss/Val": event["loss"], **metrics}
+        case "validation" | "test" as kind:
+            part = "Val" if kind == "validation" else "Test"
+            metrics = {f"{name.title()}/{part}": metric["value"] for name, metric in event["metrics"].items()}
+            return {f"Loss/{part}": event["loss"], **metrics}
         case "metric":
             return dict(event["values"])
         case _:
