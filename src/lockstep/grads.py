@@ -22,7 +22,12 @@ def global_norm(
     grads: Sequence[torch.Tensor], shard_group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
     """The 2-norm over all gradients of the model, equal on every rank."""
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=device)
+    norm = torch.zeros((), device=device)
+    if grads:
+        # Of gradients in half precision too in fp32: what they are multiplied by is made of it.
+        exact = max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
+        norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(exact, torch.float32))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
     if shard_group is None:
         return norm
     square = norm.square()

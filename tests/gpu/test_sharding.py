@@ -47,7 +47,8 @@ def test_levels_agree_with_rounded_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "options"), [("dp=2", {}), ("fsdp=2", {"recompute": True})], ids=str)
 def test_batch_norm_is_synchronised(ranks: RankPool, layout: str, options: dict[str, Any]) -> None:
-    found = ranks.run(batch_norm.train, 2, layout, 2, options, device="cuda", share_gpu=True)
+    where = {"device": "cuda", "share_gpu": True, "timeout_minutes": 1.5}
+    found = ranks.run(batch_norm.train, 2, layout, 2, options, timeout=110, **where)
     (expected,) = ranks.run(batch_norm.plain, 1, batch_norm.steps_of(found), 2, 2)
     for losses, _, state, _ in found:
         assert losses == pytest.approx(expected[0], rel=1e-3)

@@ -87,7 +87,7 @@ def train(
     steps: int = STEPS,
     **where: Any,
 ) -> Trained:
-    with join(job, layout, timeout_minutes=0.5, **where) as run:
+    with join(job, layout, **{"timeout_minutes": 0.5, **where}) as run:
         engine: Engine = run.setup(Normed, image_loss, optimizer=adamw, clip=1.0, batch_norm=mode, **options)  # type: ignore[arg-type]
         losses, ids = [], []
         grads: list[Tensors] = []

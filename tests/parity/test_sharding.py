@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.config import Format, ShardConfig
+from lockstep.config import Format, Layer, ShardConfig, resolve
 from lockstep.engine import Engine
 from lockstep.errors import UserError
+from lockstep.folder import RunFolder, check_same_training, write_config
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
 from lockstep.parallel.shard import sharding_units
@@ -635,6 +636,15 @@ def test_a_checkpoint_holds_the_same_at_every_level(ranks: RankPool) -> None:
                     torch.testing.assert_close(found[level][key], tensor, rtol=1e-4, atol=1e-6, msg=key)
         assert f"model/{FROZEN}0.weight" in found["zero1"]
         assert f"model/{UNUSED}weight" in found["zero1"]
+
+
+def test_a_continued_run_may_change_how_it_shards_and_not_what_it_computes(tmp_path: Path) -> None:
+    config = resolve([Layer("the test", {"recipe": "lm"})]).config
+    write_config(tmp_path, config)
+    sharded = {"shard": ShardConfig(level="zero1", units="size", min_params=5)}
+    check_same_training(RunFolder(tmp_path, 2), config.model_copy(update=sharded))
+    with pytest.raises(UserError, match="batch_norm"):
+        check_same_training(RunFolder(tmp_path, 2), config.model_copy(update={"batch_norm": "sync"}))
 
 
 class OtherFrozen(Awkward):
