@@ -21,10 +21,11 @@ from lockstep.errors import NonFiniteError, UserError
 if TYPE_CHECKING:
     from lockstep.config import Config
     from lockstep.data.corpora import TokenDataset
-    from lockstep.engine import Engine, Metric, StepResult
+    from lockstep.engine import Engine, StepResult
     from lockstep.join import init
     from lockstep.layout import Layout
     from lockstep.run import Run
+    from lockstep.scoring import Metric
     from lockstep.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _HOME = {
     "Config": "config",
     "Engine": "engine",
     "Layout": "layout",
-    "Metric": "engine",
+    "Metric": "scoring",
     "Run": "run",
     "StepResult": "engine",
     "TokenDataset": "data.corpora",

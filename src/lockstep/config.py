@@ -6,8 +6,6 @@ wins. An unknown key, a wrong type or a contradiction is a UserError that names 
 
 from __future__ import annotations
 
-import json
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,11 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lockstep.cadence import Cadence
 from lockstep.errors import UserError, nearest, unknown
 from lockstep.layout import Layout
 from lockstep.recipes.catalog import find_recipe
+from lockstep.toml import read_toml, write_toml
 
 Nested = dict[str, Any]
 
@@ -29,45 +29,6 @@ EXCLUSIVE = {
     "batch_per_device": "global_batch",
 }
 """Two ways to say one thing: a layer that says it one way takes back what an earlier layer said the other way."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """How often something happens: every so many steps, epochs or minutes, or never."""
-
-    amount: float
-    unit: Literal["steps", "epochs", "minutes", "never"]
-
-    @staticmethod
-    def parse(text: str) -> Cadence:
-        """Read "100 steps", "1 epoch", "0.5 epochs", "10 minutes" or "never"."""
-        if text.strip() == "never":
-            return Cadence(math.inf, "never")
-        amount, _, unit = text.strip().partition(" ")
-        units: dict[str, Literal["steps", "epochs", "minutes"]] = {
-            "step": "steps",
-            "epoch": "epochs",
-            "minute": "minutes",
-        }
-        try:
-            value, unit_name = float(amount), units[unit.strip().removesuffix("s")]
-        except (ValueError, KeyError):
-            raise ValueError(f'write "100 steps", "1 epoch", "10 minutes" or "never", not {text!r}') from None
-        if not (value > 0 and math.isfinite(value)) or (unit_name == "steps" and value != int(value)):
-            raise ValueError(f"{text!r} is not a positive number of {unit_name}")
-        return Cadence(value, unit_name)
-
-    def due(self, step: int, steps_per_epoch: int | None, minutes_since_last: float) -> bool:
-        """Whether it is time after `step` optimizer steps."""
-        if self.unit == "steps":
-            return step % int(self.amount) == 0
-        if self.unit == "epochs":
-            if steps_per_epoch is None:
-                return False
-            # Whole parts done now and a step ago: so the parts never drift away from the epochs' ends.
-            now, before = (round(at / (self.amount * steps_per_epoch), 9) // 1 for at in (step, step - 1))
-            return now > before
-        return self.unit == "minutes" and minutes_since_last >= self.amount
 
 
 class Section(BaseModel):
@@ -321,16 +282,6 @@ def _make_room(values: Nested, origin: dict[str, str], recipe: str) -> None:
         origin["micro_batch"] = f"{recipe}, cut down to global_batch"
 
 
-def read_toml(path: Path) -> Nested:
-    """The tables of a config file; an unreadable or malformed one is a UserError."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read config {path}", f"{error.strerror or error}".lower()) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"config {path} is not TOML", str(error)) from None
-
-
 def parse_assignments(assignments: Sequence[str]) -> Nested:
     """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text.
 
@@ -354,12 +305,7 @@ def parse_assignments(assignments: Sequence[str]) -> Nested:
 
 def to_toml(config: LaunchConfig) -> str:
     """The config as TOML with every value; what is unset stands as a comment."""
-    values = config.model_dump()
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [_toml_line(key, value) for key, value in values.items() if key not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(_toml_line(key, value) for key, value in table.items())]
-    return "\n".join(lines) + "\n"
+    return write_toml(config.model_dump())
 
 
 def from_toml(path: Path) -> Config:
@@ -390,22 +336,6 @@ def _put(values: Nested, dotted: str, value: Any) -> None:
             raise TypeError(dotted)
         value = {**before, **value}
     values[leaf] = value
-
-
-def _toml_line(key: str, value: Any) -> str:
-    return f"# {key} is unset" if value is None else f"{key} = {_toml_value(value)}"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    return repr(value)
 
 
 def check_numerics(precision: str, numerics: NumericsConfig) -> None:

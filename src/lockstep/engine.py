@@ -36,9 +36,9 @@ from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import seed_everything, seed_of, seed_torch
+from lockstep.scoring import Metric, MetricFunction
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
-MetricFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Schedule = Callable[[int], float]
 
@@ -59,19 +59,6 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A sum and a count over a whole dataset."""
-
-    sum: float
-    count: float
-
-    @property
-    def value(self) -> float:
-        """The mean; NaN when nothing counted."""
-        return self.sum / self.count if self.count else math.nan
 
 
 class Engine:
@@ -130,7 +117,7 @@ class Engine:
         self._observe = observe
         self._transfers = Transfers(device)
         self.use_attention(None if attention == "auto" else attention)
-        self._measures_attention = attention == "auto" and device.type == "cuda"
+        self.measures_attention = attention == "auto" and device.type == "cuda"
         self._last_norm: tuple[HostCopy, StepBatch] | None = None
         self._gradients = parallel.gradients
         self._shard_group = parallel.shard_group
@@ -157,7 +144,7 @@ class Engine:
             group["lr"] = base * self._schedule(self.steps_done)
         if not self.model.training:
             self._train_mode()
-        if self._measures_attention:
+        if self.measures_attention:
             self._measure_attention(batch.micro_batches)
         self._gradients.begin()
         self._statistics.begin()
@@ -298,7 +285,7 @@ class Engine:
 
     def use_attention(self, kernels: str | None) -> None:
         """Compute attention with these kernels, None: as torch chooses."""
-        self.attention, self._measures_attention = kernels, False
+        self.attention, self.measures_attention = kernels, False
         tag_compiled_code(f"attention={kernels}")
 
     def _measure_attention(self, micro_batches: list[MicroBatch]) -> None:

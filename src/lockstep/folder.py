@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lockstep.config import Config, LaunchConfig, flatten, read_toml, script_config, to_toml
+from lockstep.config import Config, LaunchConfig, flatten, script_config, to_toml
 from lockstep.errors import UserError
 from lockstep.events import read_events
+from lockstep.toml import read_toml
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"

@@ -15,11 +15,12 @@ import torch
 
 from lockstep import __version__
 from lockstep.data.loader import Loader, StepBatch
-from lockstep.engine import Engine, HostCopy, Metric, StepResult
+from lockstep.engine import Engine, HostCopy, StepResult
 from lockstep.events import EventLog
 from lockstep.layout import Layout
 from lockstep.precision import number_formats
 from lockstep.runtime.place import Place
+from lockstep.scoring import Metric
 
 PER_STEP = ("step", "metric")
 

@@ -8,9 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
@@ -37,9 +35,9 @@ from lockstep.data.loader import Loader, MicroBatch, Reading, StepBatch, dataset
 from lockstep.data.order import Order, Position
 from lockstep.data.sets import cache_folder
 from lockstep.data.transfer import one_step_ahead
-from lockstep.engine import Engine, LossFunction, Metric, MetricFunction, OptimizerFactory, Schedule, StepResult
+from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
 from lockstep.errors import UserError, unknown
-from lockstep.events import EventLog, Reader
+from lockstep.events import EventLog
 from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
 from lockstep.journal import Journal
@@ -50,27 +48,15 @@ from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.precision import check_can_compute
 from lockstep.runtime.comm import Comm, Reduction
-from lockstep.runtime.device import visible_gpus
+from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
-from lockstep.runtime.output import redirect_to, tee_to
+from lockstep.runtime.output import show_run
 from lockstep.runtime.place import cpus_per_rank
+from lockstep.scoring import Metric, MetricFunction, Perplexity
 
 MOST_WORKERS = 8
 
 Collate = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class Perplexity(Metric):
-    """The sum and the count of a loss in nats; the value is exp(sum / count)."""
-
-    @property
-    def value(self) -> float:
-        """The perplexity; infinite where it is too large for a float."""
-        try:
-            return math.exp(super().value)
-        except OverflowError:
-            return math.inf
 
 
 class Run:
@@ -107,11 +93,12 @@ class Run:
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self.saved_step = -1  # the last step that was saved here
         self._garbage: GarbageCollection | None = None
-        self._undo_output, readers = self._show(launched)
+        self._undo_output, readers = show_run(folder, self.rank, launched, self.message)
         self.journal = Journal(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
         if not launched:
             self.message(folder.announce())
-            self._warn_unused_gpus()
+            if line := unused_gpus(comm.place, device):
+                self.message(line, "warning")
         try:
             warn = partial(self.message, level="warning")
             self._start = find_starting_point(folder.path, resume, layout, self.seed, comm, warn)
@@ -194,12 +181,7 @@ class Run:
         self._progress.clear()
         if self._start is not None:
             self.status(f"loading {self._start.folder.name}")
-            tensors, meta = load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"])
-            restore_engine(self.engine, tensors, meta)
-            if attention == "auto" and self.device.type == "cuda" and meta.get("attention"):
-                self.engine.use_attention(meta["attention"])  # measured once, when the run began
-            if self.engine.loss_scale and meta.get("loss_scale"):
-                self.engine.loss_scale.restore(meta["loss_scale"])
+            restore_engine(self.engine, *load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"]))
         return self.engine
 
     def loader(
@@ -336,8 +318,6 @@ class Run:
         started = time.monotonic()
         tensors, meta = engine_state(engine)
         meta["seed"] = self.seed
-        meta["attention"] = engine.attention
-        meta["loss_scale"] = engine.loss_scale.state() if engine.loss_scale else None
         meta["loaders"] = self._progress
         at = self.layout.coordinate(self.rank)
         size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=at["fsdp"], writes=at["dp"] == 0)
@@ -438,18 +418,17 @@ class Run:
         chosen = micro_batch or (train.order.micro_batch if train else 32)
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         reading = self._reading(workers, 2, False, collate)
-        samples = 0
+        read: list[int] = []
 
         def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-            nonlocal samples
             for batch in batches:
-                samples += 0 if batch.filler else len(batch.ids)
+                read.append(0 if batch.filler else len(batch.ids))
                 yield batch
 
         results = engine.evaluate(counted(evaluation_batches(dataset, order, reading)), metrics)
         if perplexity:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
-        return results, int(self._comm.sum([float(samples)])[0])
+        return results, int(self._comm.sum([float(sum(read))])[0])
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         # Not when the loader hands a batch out: a save before its step must not count it.
@@ -525,34 +504,6 @@ class Run:
         if workers is None:
             workers = min(MOST_WORKERS, cpus_per_rank(self._comm.place) - 1)
         return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate)
-
-    def _show(self, launched: bool) -> tuple[Callable[[], None], list[Reader]]:
-        """Send the output to the rank's log, and to the console where no launcher has it; who reads the events."""
-        from lockstep.sinks.tensorboard import TensorBoard
-
-        log = self.folder.log_here(self.rank)
-        tensorboard = TensorBoard(self.folder.path / "tb", self.message)
-        if launched:
-            return (lambda: None), [tensorboard]
-        if not self.is_main:
-            return redirect_to(log), []
-        from rich.console import Console as Terminal
-
-        from lockstep.sinks.console import Console
-
-        console = Console(Terminal(file=sys.stdout))
-        return tee_to(log, console.print_line), [tensorboard, console]
-
-    def _warn_unused_gpus(self) -> None:
-        place = self._comm.place
-        gpus = visible_gpus() if place.launcher in ("python", "torchrun", "explicit") else 0
-        used = place.local_world_size if self.device.type == "cuda" else 0
-        if gpus > used:
-            self.message(
-                f"{gpus} GPUs are visible and {used} {'is' if used == 1 else 'are'} used: "
-                f"lockstep run --nproc {gpus} {Path(sys.argv[0]).name} uses all of them",
-                "warning",
-            )
 
     def _need_engine(self, what: str) -> Engine:
         if self.engine is None:

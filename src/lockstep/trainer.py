@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.config import Cadence, Config, Layer, resolve
+from lockstep.cadence import Cadence
+from lockstep.config import Config, Layer, resolve
 from lockstep.data.loader import Loader
-from lockstep.engine import Engine, Metric, StepResult
+from lockstep.engine import Engine, StepResult
 from lockstep.folder import write_config
 from lockstep.join import init
 from lockstep.optim import optimizer_factory, schedule_function
 from lockstep.recipes.task import task_of
 from lockstep.run import Run
+from lockstep.scoring import Metric
 
 
 class Trainer:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.engine import Metric
+from lockstep.scoring import Metric
 from lockstep.layout import Layout
 from tests.parity.problems import (
     GLOBAL_BATCH,

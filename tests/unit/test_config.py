@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.cadence import Cadence
 from lockstep.config import (
-    Cadence,
     Config,
     Layer,
     Resolved,
@@ -18,13 +18,13 @@ from lockstep.config import (
     from_toml,
     launch_config,
     parse_assignments,
-    read_toml,
     resolve,
     script_config,
     to_toml,
 )
 from lockstep.errors import UserError
 from lockstep.recipes.catalog import RECIPES
+from lockstep.toml import read_toml
 
 JARGON = ("Input should", "String should", "Value error", "type=", "For further information", "validation error", "\n")
 

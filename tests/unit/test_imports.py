@@ -78,7 +78,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         ("layout", {"errors"}),
         ("events", {"errors"}),
         ("recipes.catalog", {"errors"}),
-        ("config", {"errors", "layout", "recipes.catalog"}),
+        ("cadence", set()),
+        ("toml", {"errors"}),
+        ("config", {"cadence", "errors", "layout", "recipes.catalog", "toml"}),
     ],
 )
 def test_what_describes_imports_nothing_above_it(module: str, may_import: set[str]) -> None:

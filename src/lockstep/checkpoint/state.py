@@ -40,6 +40,8 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
         "skipped": engine.steps_skipped,
         "layout": str(engine.layout),
         "optimizer": {"values": values, "groups": groups},
+        "attention": engine.attention,
+        "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
     }
 
 
@@ -75,6 +77,10 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
             engine.optimizer.state[parameter][slot] = value
     for name, values in meta["optimizer"]["values"].items():
         engine.optimizer.state[parameters[name]].update(values)
+    if engine.measures_attention and meta["attention"]:
+        engine.use_attention(meta["attention"])  # measured once, when the run began
+    if engine.loss_scale and meta["loss_scale"]:
+        engine.loss_scale.restore(meta["loss_scale"])
     engine.steps_done = meta["step"]
     engine.steps_skipped = meta["skipped"]
     engine.seed_between_steps()

@@ -97,7 +97,8 @@ def _list_recipes() -> int:
 
 
 def _named_layer(what: str | None) -> list[Any]:
-    from lockstep.config import Layer, read_toml
+    from lockstep.config import Layer
+    from lockstep.toml import read_toml
 
     if what is None:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +24,18 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def unused_gpus(place: Place, device: torch.device) -> str | None:
+    """One line when this node has GPUs that no rank of the run uses, as far as this rank can know."""
+    gpus = visible_gpus() if place.launcher in ("python", "torchrun", "explicit") else 0
+    used = place.local_world_size if device.type == "cuda" else 0
+    if gpus <= used:
+        return None
+    return (
+        f"{gpus} GPUs are visible and {used} {'is' if used == 1 else 'are'} used: "
+        f"lockstep run --nproc {gpus} {Path(sys.argv[0]).name} uses all of them"
+    )
 
 
 def choose_device(place: Place, wanted: Literal["auto", "cpu", "cuda"], share_gpu: bool) -> torch.device:

@@ -9,6 +9,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
 
+from lockstep.events import Reader
+from lockstep.folder import RunFolder
+
+
+def show_run(
+    folder: RunFolder, rank: int, launched: bool, say: Callable[[str], None]
+) -> tuple[Callable[[], None], list[Reader]]:
+    """Send a rank's output to its log, and rank 0's to the console where no launcher shows it.
+
+    Returns how to undo that, and who reads the events.
+    """
+    from lockstep.sinks.tensorboard import TensorBoard
+
+    log = folder.log_here(rank)
+    tensorboard = TensorBoard(folder.path / "tb", say)
+    if launched:
+        return (lambda: None), [tensorboard]
+    if rank != 0:
+        return redirect_to(log), []
+    from rich.console import Console as Terminal
+
+    from lockstep.sinks.console import Console
+
+    console = Console(Terminal(file=sys.stdout))
+    return tee_to(log, console.print_line), [tensorboard, console]
+
 
 def redirect_to(path: Path) -> Callable[[], None]:
     """Send stdout and stderr of this process, C++ libraries included, to a file; returns how to undo it."""
