@@ -53,4 +53,4 @@ def test_batch_norm_is_synchronised(ranks: RankPool, layout: str, options: dict[
     for losses, _, state, _ in found:
         assert losses == pytest.approx(expected[0], rel=1e-3)
         for name in ("first.running_var", "blocks.0.norm.running_mean"):
-            torch.testing.assert_close(state[name].cpu(), expected[2][name], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(state[name], expected[2][name], rtol=1e-3, atol=1e-4)

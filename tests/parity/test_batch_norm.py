@@ -94,10 +94,12 @@ def train(
         for batch in run.loader(data(), GLOBAL_BATCH, micro_batch=micro_batch, steps=steps, workers=0):
             losses.append(engine.step(batch).loss)
             ids.append([sample for part in batch.micro_batches if not part.filler for sample in part.ids])
-            if len(grads) < 2:
+            if len(grads) < 2 and run.device.type == "cpu":
                 grads.append(gradients(engine))
             run.evaluate(Images(8), micro_batch=4)
-        return losses, grads, weights(engine), ids
+        # Shards on a GPU cannot be put together over gloo.
+        on_gpu = {name: buffer.cpu() for name, buffer in engine.model.named_buffers()}
+        return losses, grads, weights(engine) if run.device.type == "cpu" else on_gpu, ids
 
 
 def plain(_job: Job, steps: list[list[int]], micro_batch: int, ranks: int, data: type[Images] = Images) -> Trained:
