@@ -32,6 +32,7 @@ from lockstep.layout import Layout
 from lockstep.optim import use_fused_kernels
 from lockstep.parallel.apply import ParallelModel
 from lockstep.parallel.compile import tag_compiled_code
+from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
@@ -321,7 +322,8 @@ class Engine:
             return self._summed_loss(self.model, data)
 
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
-        returned = self._loss(model, data)
+        with weights_read_by_their_modules() if self._shard_group is not None else nullcontext():
+            returned = self._loss(model, data)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise UserError(
                 f"the loss function returned {type(returned).__name__}",

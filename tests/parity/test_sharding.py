@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -691,3 +692,31 @@ def leave_forwards_out(job: Job) -> None:
 def test_a_loss_that_leaves_the_model_out_is_refused_at_every_level(ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match="the loss function returned a constant, and a sharded layout"):
         ranks.run(leave_forwards_out, 2)
+
+
+class FunctionalHead(nn.Module):
+    """Uses its embedding as the head without calling it a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = F.linear(self.hidden(self.embedding(tokens)), self.embedding.weight)
+        return logits
+
+
+def train_functional_head(job: Job, min_params: int) -> str:
+    with join(job, "fsdp=2") as run:
+        shard = {"units": "size", "min_params": min_params}
+        engine = run.setup(FunctionalHead, text_loss, optimizer=adamw, shard=shard)
+        batch = next(iter(run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=4, steps=1, workers=0)))
+        return str(error_of(lambda: engine.step(batch)))
+
+
+def test_a_weight_used_without_its_module_is_refused_in_one_sentence(ranks: RankPool) -> None:
+    for text in ranks.run(train_functional_head, 2, 100):
+        assert "used without calling the module that holds it" in text
+        assert "shard.min_params" in text
+    assert ranks.run(train_functional_head, 2, 10_000) == ["None", "None"], "the fix works"

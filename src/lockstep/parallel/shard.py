@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +126,20 @@ def _policy(unit: nn.Module, numerics: NumericsConfig) -> MixedPrecisionPolicy:
         reduce_dtype=sum_dtype(stored, "fp32"),
         cast_forward_inputs=False,
     )
+
+
+@contextmanager
+def weights_read_by_their_modules() -> Iterator[None]:
+    """Say in one sentence what torch says of a weight whose module was not called: only a shard of it is there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UserError(
+            "a sharded weight is used without calling the module that holds it, as in F.linear(x, self.embedding.weight)",
+            "call the module, or gather all at once with a larger shard.min_params, or use shard.level = zero1",
+        ) from error
 
 
 class ShardedGradients:
