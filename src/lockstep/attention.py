@@ -1,8 +1,9 @@
 """Which kernels compute scaled_dot_product_attention on a GPU: the fastest for the shapes a model really uses.
 
 torch takes the first kernel that can, in a fixed order; which one is fastest depends on the card, the head size and the
-mask. So the calls of one forward are noted, each is timed with every kernel that can do it, and the best is kept for
-the whole run.
+mask. So the calls of one forward are noted, each is timed with every kernel that can do it, and a clear winner is kept
+for the whole run. Attention with dropout is left to torch: every kernel draws other masks, and a stopwatch must not
+decide which.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ BACKENDS: dict[str, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-MEASURED = (
-    "cudnn",
-    "flash",
-    "efficient",
-)  # math builds the whole score matrix: only what no other can do is left to it
+MEASURED = ("cudnn", "flash", "efficient")  # math builds the whole score matrix
 UNABLE = 1e9
 """The milliseconds of a kernel that cannot do a call."""
+CLEARLY = 0.9
+"""A kernel wins that takes less than this part of the time of torch's own choice."""
 
 
 def attend_with(kernels: str | None) -> AbstractContextManager[object]:
@@ -43,16 +42,18 @@ def attend_with(kernels: str | None) -> AbstractContextManager[object]:
 
 
 def fastest_kernels(forward: Callable[[], object], device: torch.device, comm: Comm) -> str | None:
-    """Run a forward once and time the attention calls in it; all ranks get one answer, None if there are no calls."""
+    """Run a forward once and time the attention calls in it; all ranks get one answer, None: as torch chooses."""
     with _recorded() as noted, torch.compiler.set_stance("force_eager"):
         forward()
     calls = list(noted.items())
-    mine = [_milliseconds(calls, BACKENDS[name], device) for name in MEASURED]
-    *times, made = comm.sum([*mine, float(len(calls))])
-    if not made:
+    dropping = any(dict(call.options)["dropout_p"] > 0 for call, _ in calls)
+    if comm.sum([float(dropping)])[0]:
         return None
-    best = min(zip(times, MEASURED, strict=True))
-    return best[1] if best[0] < UNABLE else "math"
+    candidates = [list(BACKENDS.values()), *([BACKENDS[name]] for name in MEASURED)]
+    mine = [_milliseconds(calls, backends, device) for backends in candidates]
+    by_torch, *times = comm.sum(mine)
+    best, name = min(zip(times, MEASURED, strict=True))
+    return name if best < CLEARLY * by_torch else None
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ def _call(
     return _Call(tuple(tuple(t.shape) for t in (query, key, value)), dtype, mask, tuple(sorted(options.items())))
 
 
-def _milliseconds(calls: Iterable[tuple[_Call, int]], backend: SDPBackend, device: torch.device) -> float:
-    """Forward and backward of all the calls with one kind of kernel."""
-    return min(UNABLE, sum(count * _time_call(call, backend, device) for call, count in calls))
+def _milliseconds(calls: Iterable[tuple[_Call, int]], backends: list[SDPBackend], device: torch.device) -> float:
+    """Forward and backward of all the calls with some kinds of kernels."""
+    return min(UNABLE, sum(count * _time_call(call, backends, device) for call, count in calls))
 
 
-def _time_call(call: _Call, backend: SDPBackend, device: torch.device) -> float:
+def _time_call(call: _Call, backends: list[SDPBackend], device: torch.device) -> float:
     query, key, value = (torch.randn(s, dtype=call.dtype, device=device, requires_grad=True) for s in call.shapes)
     mask = None
     if call.mask is not None:
@@ -118,7 +119,7 @@ def _time_call(call: _Call, backend: SDPBackend, device: torch.device) -> float:
         out.backward(torch.ones_like(out))
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with sdpa_kernel(backend):
+    with sdpa_kernel(backends):
         try:
             for _ in range(3):
                 run()

@@ -345,6 +345,10 @@ def check_numerics(precision: str, numerics: NumericsConfig) -> None:
             f"numerics.param_dtype {numerics.param_dtype} needs products computed in it: set precision = "
             f'"{numerics.param_dtype}" as well'
         )
+    if numerics.reduce_dtype == "fp16" and precision != "fp16":
+        raise ValueError(
+            'numerics.reduce_dtype fp16 loses small gradients without a loss scale: set precision = "fp16" as well'
+        )
     if numerics.storage_dtype == "bf16" and precision != "bf16":
         raise ValueError('numerics.storage_dtype bf16 needs products computed in it: set precision = "bf16" as well')
 
@@ -416,7 +420,8 @@ def _sentence(
         ("a number", "Input should be a valid number"),
         ("text", "Input should be a valid string"),
         ("true or false", "Input should be a valid boolean"),
-        ("a table", "Input should be a valid dictionary"),
+        ("a table, set key by key", "Input should be a valid dictionary"),
+        (f"a list: --set '{key}=[\"...\"]'", "Input should be a valid list"),
     ):
         if message.startswith(pydantic_text):
             message = f"it has to be {ours}"

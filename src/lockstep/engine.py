@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,14 +24,14 @@ from torch import nn
 from lockstep.attention import attend_with, fastest_kernels
 from lockstep.config import Attention, Compile, Format, NumericsConfig
 from lockstep.data.loader import MicroBatch, StepBatch
-from lockstep.data.transfer import Transfers
+from lockstep.data.transfer import HostCopy, Transfers
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.faults.requests import Requests
 from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
 from lockstep.optim import use_fused_kernels
 from lockstep.parallel.apply import ParallelModel
-from lockstep.parallel.compile import tag_compiled_code
+from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
@@ -111,11 +111,16 @@ class Engine:
         use_fused_kernels(self.optimizer, self.model)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = schedule or (lambda _: 1.0)
-        self._loss = torch.compile(loss) if compile_ == "model" else loss
+        self._loss = compile_whole(loss) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
         self._requests = requests
         self._observe = observe
+        self._explaining: Callable[[], AbstractContextManager[None]] = nullcontext
+        if compile_ != "off":
+            self._explaining = compiled_calls
+        elif parallel.shard_group is not None:
+            self._explaining = weights_read_by_their_modules
         self._transfers = Transfers(device)
         self.use_attention(None if attention == "auto" else attention)
         self.measures_attention = attention == "auto" and device.type == "cuda"
@@ -176,7 +181,7 @@ class Engine:
             norm = global_norm(grads, self._shard_group, self.device) * factor
             scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
             self._last_norm = HostCopy(norm), batch
-            skipped = self._overflowed(norm)
+            skipped = self._overflowed(self._last_norm[0])
             if self.device.type == "cpu":
                 self.check_last_gradient()
         if skipped:
@@ -199,7 +204,7 @@ class Engine:
             self._observe(result, batch)
         return result
 
-    def _overflowed(self, norm: torch.Tensor) -> bool:
+    def _overflowed(self, norm: HostCopy) -> bool:
         """Whether the gradients of an fp16 step are too large for its loss scale, which learns from it.
 
         Every rank has the same norm, and with it the same answer. A gradient that is not finite without any scaling is
@@ -207,7 +212,7 @@ class Engine:
         """
         if self.loss_scale is None:
             return False
-        overflow = not math.isfinite(HostCopy(norm).read()[0])
+        overflow = not math.isfinite(norm.read()[0])
         if overflow and self.loss_scale.scale > 1:
             self._last_norm = None
         self.loss_scale.update(overflow)
@@ -264,25 +269,35 @@ class Engine:
         """Loss and metrics over a dataset's micro-batches: every sample counted once, summed in float64."""
         functions: dict[str, MetricFunction] = {"loss": self._summed_loss, **(metrics or {})}
         sums = {name: torch.zeros(2, dtype=torch.float64, device=self.device) for name in functions}
-        self.model.eval()
-        for micro_batch in micro_batches:
-            data = self._transfers.send(micro_batch.data).take()
-            seed_everything(seed_of(self.seed, "evaluate", micro_batch.index))
-            with compute_in(self.precision, self.device), attend_with(self.attention):
-                for name, function in functions.items():
-                    pair = function(self.model, data)
-                    if not micro_batch.filler:
-                        exact = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in pair]
-                        sums[name] += torch.stack(exact)
-        self.rest()
+        with self.scoring():
+            for micro_batch in micro_batches:
+                data = self._transfers.send(micro_batch.data).take()
+                seed_everything(seed_of(self.seed, "evaluate", micro_batch.index))
+                with compute_in(self.precision, self.device), attend_with(self.attention):
+                    for name, function in functions.items():
+                        pair = _checked_pair(name, function(self.model, data))
+                        if not micro_batch.filler:
+                            exact = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in pair]
+                            sums[name] += torch.stack([part.reshape(()) for part in exact])
         self.seed_between_steps()
         flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
 
     def rest(self) -> None:
         """Put the model back into its state between steps, after a forward that was not part of one."""
-        self._train_mode()
         self._gradients.rest()
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """In eval mode inside; afterwards every layer is in the mode it was in, and only shards are held."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            self.rest()
 
     def use_attention(self, kernels: str | None) -> None:
         """Compute attention with these kernels, None: as torch chooses."""
@@ -322,12 +337,12 @@ class Engine:
             return self._summed_loss(self.model, data)
 
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
-        with weights_read_by_their_modules() if self._shard_group is not None else nullcontext():
+        with self._explaining():
             returned = self._loss(model, data)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise UserError(
                 f"the loss function returned {type(returned).__name__}",
-                "return (sum of the losses, how many of them count), see lockstep.init's example",
+                "return (sum of the losses, how many of them count), as the README's own script does",
             )
         value, weight = returned
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -354,23 +369,16 @@ class Engine:
         return seed
 
 
-class HostCopy:
-    """A small tensor on its way to the host, behind the kernels launched so far and not behind later ones."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._host = tensor.detach()
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor.detach(), non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """The numbers, as soon as they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [float(value) for value in self._host.flatten().tolist()]
+def _checked_pair(name: str, returned: Any) -> tuple[Any, Any]:
+    """A metric's sum and count; anything else is refused by its name."""
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not is_pair or any(isinstance(part, torch.Tensor) and part.numel() != 1 for part in returned):
+        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+        raise UserError(
+            f"the metric {name} returned {'numbers that are not single ones' if is_pair else what}",
+            "return (sum, count), two numbers: how much, of how many",
+        )
+    return returned[0], returned[1]
 
 
 def _sample_ids(batch: StepBatch) -> list[int]:

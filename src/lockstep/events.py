@@ -157,7 +157,7 @@ class EventLog:
         """Append one event, that happened now or at `time`, and show it to every reader."""
         event: Event = {"time": round(time or now(), 6), "kind": kind, "attempt": self._attempt, **fields}
         validate(event)
-        line = json.dumps(_without_non_finite(event), allow_nan=False).encode() + b"\n"
+        line = json.dumps(without_non_finite(event), allow_nan=False).encode() + b"\n"
         with self._lock:
             if os.write(self._descriptor, line) != len(line):
                 _cut_torn_line(self._descriptor)
@@ -242,10 +242,10 @@ def _cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-def _without_non_finite(value: Any) -> Any:
+def without_non_finite(value: Any) -> Any:
     """JSON has no NaN: write the strings that both Python's float() and JavaScript's Number() read back."""
     if isinstance(value, dict):
-        return {name: _without_non_finite(item) for name, item in value.items()}
+        return {name: without_non_finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

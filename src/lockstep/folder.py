@@ -136,11 +136,14 @@ def hold(folder: Path) -> IO[str]:
 def check_same_training(folder: RunFolder, config: Config) -> None:
     """Refuse to go on with a run under a config that would give other numbers."""
     stored = dict(flatten(read_toml(folder.path / CONFIG)))
+    defaults = dict(flatten(Config.model_construct().model_dump(mode="json")))
     for key, value in flatten(config.model_dump(mode="json")):
         kept = key == "micro_batch" and value is None  # was chosen then, and is not chosen again
-        if key not in FREE_TO_CHANGE and not kept and stored.get(key) != value:
+        # A key that a version before did not know had its default then.
+        before = stored.get(key, defaults.get(key))
+        if key not in FREE_TO_CHANGE and not kept and before != value:
             raise UserError(
-                f"{folder.path} is an unfinished run with {key} = {stored.get(key)!r}, now it is {value!r}",
+                f"{folder.path} is an unfinished run with {key} = {before!r}, now it is {value!r}",
                 "use the old value, or --name for a new run, or --resume never",
             )
 

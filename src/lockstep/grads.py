@@ -50,7 +50,7 @@ def scale_gradients(
     grads: Sequence[torch.Tensor], scale: torch.Tensor | None, optimizer: torch.optim.Optimizer
 ) -> None:
     """Multiply the gradients, in the optimizer's own kernel where it has one that does: they are read once less."""
-    if multiplies_gradients(optimizer) and not any(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]):
+    if multiplies_gradients(optimizer):
         optimizer.grad_scale = None if scale is None else scale.reciprocal()  # type: ignore[attr-defined]
     elif grads and scale is not None:
         torch._foreach_mul_(list(grads), scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import queue
 import socket
@@ -15,7 +16,9 @@ import torch
 
 from lockstep import __version__
 from lockstep.data.loader import Loader, StepBatch
-from lockstep.engine import Engine, HostCopy, StepResult
+from lockstep.data.transfer import HostCopy
+from lockstep.engine import Engine, StepResult
+from lockstep.errors import UserError
 from lockstep.events import EventLog
 from lockstep.layout import Layout
 from lockstep.precision import number_formats
@@ -36,10 +39,13 @@ class Journal:
         self._log = log
         self._queue: queue.Queue[tuple[float, str, dict[str, Any]] | None] = queue.Queue()
         self._failure: BaseException | None = None
+        self._process = os.getpid()
         self._writer = threading.Thread(target=self._write, name="lockstep-events", daemon=True)
+        if log is not None:
+            self._writer.start()  # not with the first event: that may come while Python shuts down
         self._item, self._items_per_sample = "samples", 1
         self._began = self._step_began = time.monotonic()
-        self._last_loss = math.nan
+        self.last_loss = math.nan
         self._last_metrics: Mapping[str, Metric] = {}
 
     def count_in(self, item: str, items_per_sample: int) -> None:
@@ -53,9 +59,11 @@ class Journal:
         if threading.current_thread() is self._writer:  # a reader that has something to say while it reads
             self._log.emit(kind, **_plain(fields))
             return
+        if os.getpid() != self._process:
+            raise UserError("a data loader's worker process cannot write events", "log from the training loop")
         if not self._writer.is_alive():
-            self._writer.start()
-        self._queue.put((time.time(), kind, _on_its_way(fields)))
+            raise UserError("the run is closed and takes no more events", "log before run.close()")
+        self._queue.put((time.time(), kind, fields))
         if kind not in PER_STEP:
             self._queue.join()
         if self._failure is not None:
@@ -90,13 +98,13 @@ class Journal:
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
         now = time.monotonic()
-        self._last_loss = result.loss
+        self.last_loss = result.loss
         self.emit(
             "step",
             step=result.step,
             epoch=epoch,
             loss=result.loss,
-            grad_norm=result.grad_norm,
+            grad_norm=HostCopy(result.grad_norm),
             lr=result.lr,
             weight=result.weight,
             items=batch.samples * self._items_per_sample,
@@ -146,12 +154,16 @@ class Journal:
         self.emit(
             "end",
             step=step,
-            loss=self._last_loss,
+            loss=self.last_loss,
             best_loss=best_loss,
             best_step=best_step,
             metrics=_as_json(self._last_metrics),
             seconds=time.monotonic() - self._began,
         )
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Numbers of the script's own. What is not one number is refused, on every rank alike."""
+        self.emit("metric", step=step, values={name: _number(name, value) for name, value in values.items()})
 
     def close(self) -> None:
         """Write what is left and close the log."""
@@ -180,16 +192,21 @@ def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
     return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}
 
 
-def _on_its_way(value: Any) -> Any:
-    """The same fields, numbers on a GPU being copied to the host behind what was launched so far."""
-    if isinstance(value, Mapping):
-        return {key: _on_its_way(part) for key, part in value.items()}
-    return HostCopy(value) if getattr(value, "is_cuda", False) else value
+def _number(name: str, value: Any) -> Any:
+    """A value as the event log takes it, read now: the script may change it before it is written."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return HostCopy(value) if value.is_cuda else value.item()
+    plain = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise UserError(f"run.log was given {name} = {_short(value)}", "log single numbers")
+    return plain
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)[:60]
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, HostCopy):
-        return value.read()[0]
-    return value.item() if hasattr(value, "item") else value
+    return value.read()[0] if isinstance(value, HostCopy) else value

@@ -46,11 +46,16 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    engine.model.eval()  # measuring must not count as a batch in running statistics
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = engine.forward(micro_batch, Transfers(engine.device).send(micro_batch.data).take())
+    data = Transfers(engine.device).send(micro_batch.data).take()
+    # Scoring, because measuring must not count as a batch in running statistics; eager, because a resumed run, which
+    # does not measure, has to find the same variants compiled.
+    with (
+        engine.scoring(),
+        torch.compiler.set_stance("force_eager"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        loss, _ = engine.forward(micro_batch, data)
         del loss
-    engine.rest()
     return sum(kept.values())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.engine import OptimizerFactory, Schedule
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 """DTensor knows the fused kernels of these only (torch 2.11 and 2.13)."""
 
@@ -50,7 +50,8 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
         return
     for group in optimizer.param_groups:
         undecided = group.get("foreach") is None and group.get("fused") is None
-        special = group.get("capturable") or group.get("differentiable")
+        # Fused momentum fails where a parameter gets its first gradient later than others (torch 2.11 and 2.13).
+        special = group.get("capturable") or group.get("differentiable") or group.get("momentum")
         sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
         possible = type(optimizer) in FUSED_ON_SHARDS or not sharded
         if undecided and possible and not special and all(p.is_floating_point() for p in group["params"]):
@@ -60,9 +61,13 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
 def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides the gradients by its attribute `grad_scale`, as torch's fused kernels do.
 
-    The attribute is what torch.amp's GradScaler sets (torch 2.11 and 2.13).
+    The attribute is what torch.amp's GradScaler sets (torch 2.11 and 2.13): a plain tensor of fp32, which neither
+    sharded nor float64 parameters go with.
     """
-    return type(optimizer) in FUSED and all(group["fused"] for group in optimizer.param_groups)
+    if type(optimizer) not in FUSED or not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    parameter = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    return parameter is not None and not isinstance(parameter, DTensor) and parameter.dtype != torch.float64
 
 
 def schedule_function(config: ScheduleConfig, total_steps: int | None) -> Schedule:

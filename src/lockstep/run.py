@@ -8,15 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from lockstep.checkpoint.format import step_folder
+from lockstep.checkpoint.format import checkpoints_folder, step_folder
 from lockstep.checkpoint.load import check_layout, load_shard
 from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
@@ -34,10 +35,9 @@ from lockstep.config import (
 from lockstep.data.loader import Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
 from lockstep.data.order import Order, Position
 from lockstep.data.sets import cache_folder
-from lockstep.data.transfer import one_step_ahead
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
 from lockstep.errors import UserError, unknown
-from lockstep.events import EventLog
+from lockstep.events import EventLog, without_non_finite
 from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
 from lockstep.journal import Journal
@@ -89,9 +89,10 @@ class Run:
         self._keep = 2
         self._loaders: dict[str, Loader] = {}
         self._progress: dict[str, dict[str, Any]] = {}
-        self._announced = self._closed = False
+        self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self.saved_step = -1  # the last step that was saved here
+        self._attention: str | None = None
         self._garbage: GarbageCollection | None = None
         self._undo_output, readers = show_run(folder, self.rank, launched, self.message)
         self.journal = Journal(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
@@ -106,6 +107,8 @@ class Run:
             self.leave()
             raise
         self.best = self._start.best if self._start else None
+        if self._start and self._start.folder.parent.resolve() == checkpoints_folder(folder.path).resolve():
+            self.saved_step = self._start.index["step"]
         if threading.current_thread() is threading.main_thread():
             self.requests.listen()
         atexit.register(self._at_exit)
@@ -138,9 +141,17 @@ class Run:
         the config's keys of the same names.
         """
         numerics, shard = numerics_config(numerics, precision), shard_config(shard)
-        if batch_norm not in ("micro-batch", "sync"):
-            raise unknown("batch_norm", batch_norm, ("micro-batch", "sync"))
+        for name, value, choices in (
+            ("compile", compile, get_args(Compile)),
+            ("attention", attention, get_args(Attention)),
+            ("batch_norm", batch_norm, ("micro-batch", "sync")),
+            ("init", init, ("auto", "by-name")),
+            ("loss_reduction", loss_reduction, ("sum", "mean")),
+        ):
+            if value not in choices:
+                raise unknown(name, str(value), choices)
         self._batch_norm = batch_norm
+        self._compiles = compile != "off"
         self._comm.once("check the number formats", lambda: check_can_compute(precision, numerics, self.device.type))
         if compile != "off":
             check_compile(compile, self.layout, shard, numerics, batch_norm)
@@ -180,6 +191,7 @@ class Run:
         self._loaders.clear()
         self._progress.clear()
         if self._start is not None:
+            self.journal.last_loss = float(self._start.index.get("loss", "NaN"))
             self.status(f"loading {self._start.folder.name}")
             restore_engine(self.engine, *load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"]))
         return self.engine
@@ -234,7 +246,6 @@ class Run:
             steps=steps,
             name=name,
             before_step=self._boundary,
-            ahead=partial(one_step_ahead, device=self.device) if self.device.type == "cuda" else iter,
             steps_done=saved.get("steps_done", 0),
         )
         self._loaders[name] = loader
@@ -271,6 +282,7 @@ class Run:
 
         That checkpoint stays until there is a better one, and `load_best` and `test` use it.
         """
+        self._need_engine("validate")
         self.status("validating")
         started = time.monotonic()
         results, samples = self._score(dataset, metrics, **options)
@@ -285,6 +297,8 @@ class Run:
         self, dataset: Dataset[Any], metrics: Mapping[str, MetricFunction] | None = None, **options: Any
     ) -> dict[str, Metric]:
         """`load_best` and `evaluate`, with its options, shown like a validation: once, after the last step."""
+        if self._need_engine("test").steps_done == 0:
+            raise UserError("run.test scores a trained model, and no step was done", "use run.evaluate before training")
         step = self.load_best()
         self.status("testing")
         started = time.monotonic()
@@ -319,6 +333,7 @@ class Run:
         tensors, meta = engine_state(engine)
         meta["seed"] = self.seed
         meta["loaders"] = self._progress
+        meta["loss"] = without_non_finite(self.journal.last_loss)
         at = self.layout.coordinate(self.rank)
         size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=at["fsdp"], writes=at["dp"] == 0)
         step = self.saved_step = engine.steps_done
@@ -333,7 +348,7 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Record numbers of the script's own (also of numpy and torch) with the current step."""
-        self.journal.emit("metric", step=self._steps_done, values=values)
+        self.journal.metrics(self._steps_done, values)
 
     def print(self, *values: object) -> None:
         """Print on the console, once, not once per rank."""
@@ -371,14 +386,15 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._garbage:
-            self._garbage.restore()
-        self.requests.close()
-        self.journal.close()
-        self._comm.close()
-        self._undo_output()
-        for lock in self._locks:
-            lock.close()
+        with ExitStack() as everything:  # whatever one of them raises, all of them are given back
+            for lock in self._locks:
+                everything.callback(lock.close)
+            everything.callback(self._undo_output)
+            everything.callback(self._comm.close)
+            everything.callback(self.journal.close)
+            everything.callback(self.requests.close)
+            if self._garbage:
+                everything.callback(self._garbage.restore)
 
     def __enter__(self) -> Self:
         return self
@@ -387,8 +403,9 @@ class Run:
         if error is None:
             self.close()
         else:
-            if not isinstance(error, SystemExit | KeyboardInterrupt):
-                self.journal.failure(self._steps_done, error)
+            with suppress(Exception):  # the script's own error is the one to show
+                if not isinstance(error, SystemExit | KeyboardInterrupt):
+                    self.journal.failure(self._steps_done, error)
             self.leave()
 
     # What the trainer calls too -----------------------------------------------------------------------------------
@@ -414,6 +431,8 @@ class Run:
     ) -> tuple[dict[str, Metric], int]:
         """The results of an evaluation and the number of samples it read, over all ranks."""
         engine = self._need_engine("evaluate")
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UserError(f"metrics is a {type(metrics).__name__}", 'name each: {"accuracy": function}')
         train = next(iter(self._loaders.values()), None)
         chosen = micro_batch or (train.order.micro_batch if train else 32)
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
@@ -434,6 +453,9 @@ class Run:
         # Not when the loader hands a batch out: a save before its step must not count it.
         self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
         self.journal.step(result, batch, self._epoch(batch))
+        if self.engine and self.engine.attention != self._attention:
+            self._attention = self.engine.attention
+            self.journal.emit("config", attention=self._attention)
         if result.skipped and result.weight > 0:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
             self.message(f"the gradients of {at}: the step is skipped, the scale halved")
@@ -463,6 +485,8 @@ class Run:
             engine, loader = self._need_engine("loader"), next(iter(self._loaders.values()))
             self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
             micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
+            if self._compiles:
+                self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
                 self.message(line)
         if self._garbage:
@@ -514,7 +538,8 @@ class Run:
         """A script that ends without run.close(): finished if its loaders were read to the end."""
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.journal.failure(self._steps_done, error)
+            with suppress(Exception):
+                self.journal.failure(self._steps_done, error)
         if error is None and all(loader.is_read for loader in self._loaders.values()):
             self.close()
         else:

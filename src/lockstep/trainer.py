@@ -87,9 +87,8 @@ class Trainer:
             self.save()
         if self.task.showcase:
             run.status("generating a sample")
-            engine.model.eval()
-            prompt, text = self.task.showcase(engine.model)
-            engine.rest()
+            with engine.scoring():
+                prompt, text = self.task.showcase(engine.model)
             run.journal.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
         self.test()
         run.close()

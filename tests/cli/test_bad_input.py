@@ -52,7 +52,7 @@ WRONG = [
     ("fetch", "name one of wikitext2, mnist, cifar10"),
     ("fetch mnits", "unknown data set 'mnits': did you mean 'mnist'?"),
     ("fetch mnist --from missing", "there is no folder missing"),
-    ("fetch mnist --from foreign", "there is no train-images-idx3-ubyte.gz in that folder"),
+    ("fetch mnist --from foreign", "foreign/train-images-idx3-ubyte.gz: download all files of the set"),
     ("fetch mnist --from http://127.0.0.1:1", "this machine has no internet, 127.0.0.1 cannot be reached"),
     ("fetch cifar10 --from http://127.0.0.1:1", "run `lockstep fetch cifar10` on a login node"),
     ("train missing.toml", "cannot read config missing.toml"),

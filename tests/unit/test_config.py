@@ -158,9 +158,18 @@ MISTAKES = [
     (["clip=big"], "clip = 'big' (from --set) is not valid: it has to be a number"),
     (["share_gpu=1"], "share_gpu = 1 (from --set) is not valid: it has to be true or false"),
     (["data.path=3"], "data.path = 3 (from --set) is not valid: it has to be text"),
-    (["optimizer=adamw"], "optimizer = 'adamw' (from --set) is not valid: it has to be a table"),
-    (["optimizer.args=3"], "optimizer.args = 3 (from --set) is not valid: it has to be a table"),
-    (["model=3"], "model = 3 (from --set) is not valid: it has to be a table"),
+    (
+        ["optimizer=adamw"],
+        "optimizer = 'adamw' (from --set) is not valid: it has to be a table, set key by key",
+    ),
+    (
+        ["optimizer.args=3"],
+        "optimizer.args = 3 (from --set) is not valid: it has to be a table, set key by key",
+    ),
+    (
+        ["model=3"],
+        "model = 3 (from --set) is not valid: it has to be a table, set key by key",
+    ),
     (["model.layers=true"], "model.layers = True (from --set) is not valid: it has to be a whole number"),
     (["model.dropout=x"], "model.dropout = 'x' (from --set) is not valid: it has to be a number"),
     # out of range

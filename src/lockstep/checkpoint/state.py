@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from lockstep.attention import BACKENDS
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
         "skipped": engine.steps_skipped,
         "layout": str(engine.layout),
         "optimizer": {"values": values, "groups": groups},
-        "attention": engine.attention,
+        "attention": None if engine.measures_attention else engine.attention or "as torch chooses",
         "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
     }
 
@@ -50,13 +51,13 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
     """Put a checkpoint's state into an engine of the same model, optimizer and sharding."""
     restore_model(engine, tensors)
     parameters = dict(_trained(engine))
+    _restore_groups(engine, meta["optimizer"]["groups"], parameters)
     on_device = {
         id(parameter)
         for group in engine.optimizer.param_groups
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
     }
-    _restore_groups(engine, meta["optimizer"]["groups"], parameters)
     for key, tensor in tensors.items():
         kind, _, rest = key.partition("/")
         if kind.startswith("optimizer"):
@@ -77,8 +78,8 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
             engine.optimizer.state[parameter][slot] = value
     for name, values in meta["optimizer"]["values"].items():
         engine.optimizer.state[parameters[name]].update(values)
-    if engine.measures_attention and meta["attention"]:
-        engine.use_attention(meta["attention"])  # measured once, when the run began
+    if engine.measures_attention and meta["attention"]:  # measured once, when the run began
+        engine.use_attention(meta["attention"] if meta["attention"] in BACKENDS else None)
     if engine.loss_scale and meta["loss_scale"]:
         engine.loss_scale.restore(meta["loss_scale"])
     engine.steps_done = meta["step"]

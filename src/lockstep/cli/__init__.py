@@ -42,6 +42,9 @@ def main() -> None:
         # The usage errors of typer; their class moved between versions, their format_message did not.
         if not hasattr(error, "format_message"):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            sys.exit(0)
         print(f"lockstep: {error.format_message()} (see lockstep --help)", file=sys.stderr)
         code = 2
     sys.exit(code)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def fetch_command(
-    name: Annotated[str | None, typer.Argument(help="wikitext2, mnist or cifar10.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="wikitext2, mnist, cifar10: one or more.")] = None,
     from_: Annotated[
         str | None, typer.Option("--from", help="Another place for the files: a URL, or a folder that holds them.")
     ] = None,
@@ -28,15 +28,16 @@ def fetch_command(
     if list_:
         _list_sets(as_json)
         return 0
-    if name is None:
+    if not names:
         raise UserError("it is not said what to fetch", f"name one of {', '.join(sets.SETS)}; --list shows them")
-    dataset, cache = sets.find_set(name), sets.cache_folder()
-    is_new = _fetch(sets.mirrored(dataset, from_) if from_ else dataset, as_json)
-    folder = sets.folder_of(dataset, cache)
-    if as_json:
-        print(json.dumps({"name": name, "folder": str(folder), "bytes": dataset.size, "downloaded": is_new}))
-    else:
-        print(f"{name} {'is now' if is_new else 'was already'} in {folder}, every digest right ({_mb(dataset.size)})")
+    for dataset in [sets.find_set(name) for name in names]:
+        is_new = _fetch(sets.mirrored(dataset, from_) if from_ else dataset, as_json)
+        folder, size = sets.folder_of(dataset, sets.cache_folder()), dataset.size
+        if as_json:
+            print(json.dumps({"name": dataset.name, "folder": str(folder), "bytes": size, "downloaded": is_new}))
+        else:
+            state = "is now" if is_new else "was already"
+            print(f"{dataset.name} {state} in {folder}, every digest right ({_mb(size)})")
     return 0
 
 

@@ -132,3 +132,18 @@ def train_in(
     if outcome.text:
         print(f"lockstep: {outcome.text}", file=sys.stderr)
     return outcome.code
+
+
+def result(folder: RunFolder, code: int) -> dict[str, Any]:
+    """What `--json` prints of a run: where it is, how it ended, its last scores."""
+    from lockstep.events import read_events, without_non_finite
+
+    result: dict[str, Any] = {"run": str(folder.path), "exit": code}
+    last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}
+    if "end" in last:
+        wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
+        result |= {key: last["end"][key] for key in wanted}
+    if "test" in last:
+        result["test"] = {key: last["test"][key] for key in ("step", "loss", "metrics", "samples")}
+    finite: dict[str, Any] = without_non_finite(result)
+    return finite

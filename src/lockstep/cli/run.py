@@ -57,5 +57,5 @@ def run_command(
     worker = ["script", str(script), *(args or [])]
     code = opt.train_in(folder, config, worker, terminal, told=told, resume=resume, unused_gpus=unused)
     if as_json:
-        print(json.dumps({"run": str(folder.path), "exit": code}))
+        print(json.dumps(opt.result(folder, code), allow_nan=False))
     return code

@@ -16,7 +16,7 @@ from lockstep.cli import options as opt
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config import Config, Resolved
+    from lockstep.config import Resolved
     from lockstep.folder import RunFolder
 
 
@@ -43,6 +43,7 @@ def train_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
+    from lockstep.checkpoint.format import steps_on_disk
     from lockstep.folder import check_same_training, choose_folder
 
     terminal = Terminal(stderr=as_json, highlight=False)
@@ -60,7 +61,7 @@ def train_command(
     opt.check_resume(resume)
     run_name = resolved.config.name or resolved.config.recipe
     folder = choose_folder(run_name, run_dir, resume)
-    if folder.continues:
+    if folder.continues and steps_on_disk(folder.path):  # else it begins anew, as it pleases
         check_same_training(folder, resolved.config)
         opt.check_can_continue(folder, resolved.config.layout)
 
@@ -82,9 +83,10 @@ def train_command(
         unused_gpus=unused,
     )
     if as_json:
-        print(json.dumps(_result(folder, code)))
+        print(json.dumps(opt.result(folder, code), allow_nan=False))
     elif code == 0:
-        _next_commands(folder, resolved.config, terminal)
+        said = [*(f"--set {shlex.quote(one)}" for one in set_ or []), *([f"--steps {steps}"] if steps else [])]
+        _next_commands(folder, what, said, terminal)
     return code
 
 
@@ -114,7 +116,7 @@ def _check_with_torch(resolved: Resolved, device: str) -> int:
     from lockstep.data.loader import dataset_size
     from lockstep.layout import Layout
     from lockstep.optim import optimizer_factory
-    from lockstep.parallel.compile import check_compile
+    from lockstep.parallel.compile import check_compilable, check_compile
     from lockstep.precision import DTYPES, check_can_compute, refuse_untrainable
     from lockstep.recipes.task import task_of
 
@@ -128,7 +130,9 @@ def _check_with_torch(resolved: Resolved, device: str) -> int:
             dataset_size(dataset, what)
     make_optimizer = optimizer_factory(config.optimizer)
     with torch.device("meta"):
-        named = list(task.build_model().to(DTYPES[config.numerics.storage_dtype]).named_parameters())
+        model = task.build_model().to(DTYPES[config.numerics.storage_dtype])
+    check_compilable(config.compile, model, config.recompute)
+    named = list(model.named_parameters())
     refuse_untrainable(named, make_optimizer(named), config.numerics)
     return sum(parameter.numel() for _, parameter in named)
 
@@ -151,27 +155,12 @@ def _explain(resolved: Resolved, parameters: int, device: str, terminal: Termina
     return formats
 
 
-def _result(folder: RunFolder, code: int) -> dict[str, Any]:
-    from lockstep.events import read_events
-
-    result: dict[str, Any] = {"run": str(folder.path), "exit": code}
-    last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}
-    if "end" in last:
-        wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
-        result |= {key: last["end"][key] for key in wanted}
-    if "test" in last:
-        result["test"] = {key: last["test"][key] for key in ("step", "loss", "metrics", "samples")}
-    return result
-
-
-def _next_commands(folder: RunFolder, config: Config, terminal: Terminal) -> None:
+def _next_commands(folder: RunFolder, what: str | None, said: list[str], terminal: Terminal) -> None:
     program, tensorboard = _as_typed("lockstep"), _as_typed("tensorboard")
-    command = f"{program} train{'' if config.recipe == 'lm' else ' ' + config.recipe}"
-    if config.data.path is not None:
-        command += f" --set {shlex.quote(f'data.path={config.data.path}')}"
+    command = " ".join([program, "train", *([what] if what else []), *said])
     tries = (
         (f"{command} --layout fsdp=2", "the same numbers with sharded parameters"),
-        (f"{command} --set seed=1 --steps 50", "change any value; --dry-run shows them all"),
+        (f"{command} --set seed=1", "change any value; --dry-run shows them all"),
         (f"{tensorboard} --logdir {folder.path / 'tb'}", "the curves"),
         (f"{program} train --list", "the other recipes"),
     )

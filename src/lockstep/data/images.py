@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.data.sets import own_folder
 from lockstep.errors import UserError
 
 CLASSES = 10
@@ -81,7 +82,7 @@ def crop_and_flip(pixels: Tensor) -> Tensor:
 
 def read_mnist(path: Path) -> ImageSplits:
     """MNIST from a folder with its four idx files, compressed or not, or from an .npz file (or a folder with one)."""
-    archives = [path] if path.suffix == ".npz" else sorted(_folder(path).glob("*.npz"))
+    archives = [path] if path.suffix == ".npz" else sorted(own_folder(path).glob("*.npz"))
     if len(archives) == 1 and not list(path.glob("*-ubyte*")):
         return _split(*_read_npz(archives[0]))
     return _split(_read_idx_pair(path, "train"), _read_idx_pair(path, "t10k"))
@@ -89,7 +90,7 @@ def read_mnist(path: Path) -> ImageSplits:
 
 def read_cifar10(path: Path) -> ImageSplits:
     """CIFAR-10 from a folder in the official binary format: test_batch.bin and any number of data_batch_*.bin."""
-    batches = sorted(_folder(path).glob("data_batch_*.bin"))
+    batches = sorted(own_folder(path).glob("data_batch_*.bin"))
     if not batches:
         raise UserError(f"{path} has no data_batch_*.bin", "give the folder of CIFAR-10's binary version")
     train = [_read_cifar_batch(batch) for batch in batches]
@@ -111,14 +112,10 @@ def _images(pixels: Bytes, labels: Bytes, path: Path) -> Images:
     if len(pixels) != len(labels):
         raise UserError(f"{path} has {len(pixels)} images and {len(labels)} labels", "give files that belong together")
     if len(labels) and labels.max() >= CLASSES:
-        raise UserError(f"{path} has the label {labels.max()}", f"labels go from 0 to {CLASSES - 1}: restore the file")
+        raise UserError(
+            f"{path} has the label {labels.max()}", f"labels go from 0 to {CLASSES - 1}, so restore the file"
+        )
     return Images(torch.from_numpy(pixels.copy()), torch.from_numpy(labels.astype(np.int64)))
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}", "check data.path")
-    return path
 
 
 def _read(path: Path) -> bytes:
@@ -126,7 +123,9 @@ def _read(path: Path) -> bytes:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
     except FileNotFoundError:
-        raise UserError(f"{path} is missing", "give a folder that has all files of the set (docs/data.md)") from None
+        raise UserError(
+            f"{path} is missing", "give a folder with all files of the set, or for mnist an .npz (docs/data.md)"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error})", "restore the file, or fetch the set again") from None
 
@@ -157,7 +156,7 @@ def _read_idx(path: Path, dimensions: int) -> Bytes:
     if len(data) - head != np.prod(shape, dtype=np.int64):
         raise UserError(
             f"{path} should hold {' x '.join(map(str, shape))} bytes and holds {max(0, len(data) - head)}",
-            "it was cut short or damaged: restore the file",
+            "it was cut short or damaged, so restore the file",
         )
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
@@ -170,9 +169,10 @@ def _read_npz(path: Path) -> tuple[Images, Images]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing", "check data.path") from None
     except KeyError as error:
-        raise UserError(f"{path} holds no array {error}", f"it needs {', '.join(names)}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is no sound .npz file ({error})", "restore the file") from None
+        missing = next(name for name in names if name in str(error))
+        raise UserError(f"{path} holds no array {missing}", f"it needs {', '.join(names)}") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise UserError(f"{path} is no sound .npz file", "restore the file") from None
     for name, array in arrays.items():
         if array.dtype != np.uint8 or array.ndim != (3 if name.startswith("x") else 1):
             raise UserError(
@@ -190,7 +190,7 @@ def _read_cifar_batch(path: Path) -> Images:
     if len(data) == 0 or len(data) % CIFAR_RECORD:
         raise UserError(
             f"{path} has {len(data)} bytes, which is no whole number of records of {CIFAR_RECORD}",
-            "it was cut short or damaged: restore the file",
+            "it was cut short or damaged, so restore the file",
         )
     records = data.reshape(-1, CIFAR_RECORD)
     return _images(records[:, 1:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE), records[:, 0], path)

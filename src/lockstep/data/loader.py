@@ -74,8 +74,6 @@ class Loader:
     steps: int | None = None
     name: str = "train"
     before_step: Callable[[], None] = field(default=lambda: None)
-    ahead: Callable[[Iterable[StepBatch]], Iterator[StepBatch]] = iter
-    """Prepares the next step while one runs."""
     steps_done: int = 0
     is_read: bool = False
     """Whether it was iterated to its end."""
@@ -98,7 +96,7 @@ class Loader:
             raise UserError(
                 f"the loader {self.name!r} has given all its steps", "make it with the epochs or steps you need"
             )
-        for batch in self.ahead(self._stream() if isinstance(self.dataset, IterableDataset) else self._planned()):
+        for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             self.before_step()

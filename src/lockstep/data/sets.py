@@ -181,12 +181,31 @@ def find(dataset: DataSet, cache: Path) -> Path:
     return folder_of(dataset, cache)
 
 
+def own_folder(path: Path) -> Path:
+    """A folder of the user's own; one that is not there, or a file, is a UserError."""
+    if path.is_file():
+        raise UserError(f"{path} is a file", "give the folder it is in")
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}", "check data.path")
+    return path
+
+
 def mirrored(dataset: DataSet, base: str) -> DataSet:
     """The same set from another place: a URL, or a folder with files that were downloaded by other means."""
     if "://" not in base:
-        if not Path(base).is_dir():
-            raise UserError(f"there is no folder {base}", "give --from a folder or a URL that holds the files")
-        base = Path(base).absolute().as_uri()
+        folder = Path(base).expanduser()
+        if not folder.is_dir():
+            raise UserError(
+                f"{base} is {'a file' if folder.exists() else 'not there'}",
+                "give --from a folder or a URL that holds the files",
+            )
+        base = folder.absolute().as_uri()
+    try:
+        parts = urlsplit(base)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https", "file") or (parts.scheme != "file" and not parts.hostname):
+        raise UserError(f"--from {base} is no address", "give a folder, or a URL that begins with https://HOST/")
     moved = [replace(one, url=f"{base.rstrip('/')}/{one.file.name}") for one in dataset.downloads]
     return replace(dataset, downloads=tuple(moved))
 
@@ -262,7 +281,7 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"cannot write to the cache folder {folder} ({(error.strerror or str(error)).lower()})",
-            f"make room or set {CACHE} to another folder",
+            f"check its permissions and free space, or set {CACHE} to another folder",
         ) from None
 
 
@@ -301,7 +320,7 @@ def _read(answer: IO[bytes]) -> bytes:
 
 def _unreachable(url: str, name: str, cache: Path, error: Exception) -> UserError:
     if urlsplit(url).scheme == "file":
-        return UserError(f"there is no {Path(urlsplit(url).path).name} in that folder", "download all files of the set")
+        return UserError(f"there is no {urlsplit(url).path}", "download all files of the set into that folder")
     reason = getattr(error, "reason", error)
     text = (getattr(reason, "strerror", None) or str(reason) or type(reason).__name__).lower()
     return UserError(
@@ -315,8 +334,9 @@ def _verify(path: Path, file: DataFile, source: str) -> None:
     found = digest_of(path, file.digest.partition(":")[0])
     if found != file.digest:
         raise UserError(
-            f"{file.name} from {source} is not the file it should be, expected {file.digest} and got {found}",
-            "try again, or give another place with --from; nothing was kept",
+            f"{file.name} from {source} is not the file it should be, expected {file.digest[:24]}... and got "
+            f"{found[:24]}...",
+            "get it again, or from another place with --from; nothing was kept",
         )
 
 

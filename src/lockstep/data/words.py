@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.data.sets import own_folder
 from lockstep.errors import UserError
 
 END_OF_LINE = "<eos>"
@@ -32,8 +33,7 @@ def read_words(folder: Path) -> WordSplits:
 
     A word that the training text does not have is <unk>.
     """
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", "check data.path")
+    own_folder(folder)
     numbers: dict[str, int] = {}
     train = [numbers.setdefault(word, len(numbers)) for word in _words(folder, "train")]
     unknown = numbers.setdefault(UNKNOWN, len(numbers))

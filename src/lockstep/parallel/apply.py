@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import Compile, NumericsConfig, ShardConfig
-from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
 from lockstep.parallel.batchnorm import SyncBatchNorms
-from lockstep.parallel.compile import compile_blocks
+from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.materialise import build_initial
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import ShardedGradients, shard
-from lockstep.parallel.statistics import RunningStatistics, batch_norms
+from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.zero1 import ShardedOptimizer
 from lockstep.runtime.comm import Comm
 
@@ -87,6 +86,7 @@ def parallelize(
     synchronised: list[SyncBatchNorms] = []
 
     def cut(model: nn.Module) -> None:
+        check_compilable(compile_, model, recompute_blocks)
         store_in(model, numerics)
         blocks.extend(find_blocks(model))
         if batch_norm == "sync" and comm.world_size > 1:
@@ -97,10 +97,6 @@ def parallelize(
             compute_with(model, blocks, numerics.param_dtype)
         if compile_ == "blocks":
             compile_blocks([block for _, block in blocks])
-        if recompute_blocks and compile_ == "model" and batch_norms(model):
-            raise UserError(
-                "compile = model does not go with recompute of a model with BatchNorm", "use compile = blocks"
-            )
         if recompute_blocks:
             for _, block in blocks or [("", model)]:
                 recompute(block)

@@ -7,8 +7,6 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.parallel.forward import Forward, replace_forward
 from lockstep.runtime.comm import Comm
 
 
@@ -33,27 +32,23 @@ class SyncBatchNorms:
         self._counts = True
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
-                self._replace_forward(layer)
+                replace_forward(layer, self._synchronised)
 
     def begin(self) -> None:
         """Start a step: the samples of this rank count."""
         self._counts = True
 
-    @contextmanager
-    def filler(self) -> Iterator[None]:
+    def fillers_from_here(self) -> None:
         """From here on this rank takes part without its samples, to the end of the step.
 
-        Not to the end of the context: a recomputed block asks again in the backward. Fillers come last in a step.
+        Not for one forward only: a recomputed block asks again in the backward. Fillers come last in a step.
         """
         self._counts = False
-        yield
 
-    def _replace_forward(self, layer: _BatchNorm) -> None:
-        alone = layer.forward
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
+    def _synchronised(self, alone: Forward) -> Forward:
+        def forward(layer: _BatchNorm, x: torch.Tensor) -> Any:
             if not layer.training:
-                return alone(x)
+                return alone(layer, x)
             layer._check_input_dim(x)
             out: torch.Tensor
             out, mean, variance = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, self._counts, self._group)
@@ -67,7 +62,7 @@ class SyncBatchNorms:
                 layer.running_var.lerp_(variance.to(layer.running_var.dtype), layer.momentum)
             return out
 
-        layer.forward = forward  # type: ignore[method-assign, assignment]
+        return forward
 
 
 class _Normalise(torch.autograd.Function):

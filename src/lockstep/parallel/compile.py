@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +16,12 @@ from torch import nn
 from lockstep.config import Compile, NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
+from lockstep.modelplan import find_blocks
+from lockstep.parallel.forward import replace_forward
+from lockstep.parallel.statistics import batch_norms
+
+VARIANTS = 16
+"""Of one function: training and scoring, whole and ragged batches, with and without running statistics."""
 
 
 def check_compile(
@@ -35,15 +44,54 @@ def check_compile(
     _need_compiler()
 
 
+def check_compilable(compile_: Compile, model: nn.Module, recompute: bool) -> None:
+    """Refuse a model that cannot be compiled the way that was asked for."""
+    if compile_ == "blocks" and not find_blocks(model):
+        raise UserError("compile = blocks, and the model has no repeated blocks", "use compile = model")
+    if compile_ == "model" and recompute and batch_norms(model):
+        raise UserError("compile = model does not go with recompute of a model with BatchNorm", "use compile = blocks")
+
+
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile the forward of every block, once for all of them where they are alike.
 
     Only `forward` is compiled: hooks of a block (its random stream, its unsharding) stay outside the graph.
     """
-    if not blocks:
-        raise UserError("compile = blocks, and the model has no repeated blocks", "use compile = model")
+    allow_variants(len(blocks))
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        replace_forward(block, torch.compile)
+
+
+def compile_whole(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the loss function and with it the model it calls."""
+    allow_variants(1)
+    compiled: Callable[..., Any] = torch.compile(loss)
+    return compiled
+
+
+def allow_variants(functions: int) -> None:
+    """Let torch compile a variant for every function and kind of call, and fail where it would give up.
+
+    Left alone it goes on in eager mode after eight, and with that with other dropout masks; a restarted run, which
+    comes to that point later, would then give other numbers.
+    """
+    limit = VARIANTS * functions
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, limit)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+@contextmanager
+def compiled_calls() -> Iterator[None]:
+    """Say in one sentence that torch would have to compile without end."""
+    try:
+        yield
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise UserError(
+            f"the model would have to be compiled more than {torch._dynamo.config.recompile_limit} times, because its "
+            "shapes or values keep changing",
+            "give every micro-batch the same shape, or use compile = off",
+        ) from error
 
 
 def keep_on_disk(folder: Path) -> None:
@@ -64,8 +112,8 @@ def tag_compiled_code(tag: str) -> None:
 
 
 def _need_compiler() -> None:
-    wanted = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([wanted] if wanted else ["g++", "clang++", "c++"])):
+    wanted = shlex.split(os.environ.get("CXX", ""))[:1]
+    if not any(shutil.which(name) for name in (wanted or ["g++", "clang++", "c++"])):
         raise UserError(
             "torch.compile needs a C++ compiler, and there is none",
             "install g++ (or load its module), or compile = off",

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.stateless import _reparametrize_module
 
 from lockstep.config import Format, NumericsConfig
+from lockstep.parallel.forward import Forward, replace_forward
 from lockstep.precision import DTYPES, compute_in
 
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -51,13 +52,15 @@ def accept_rounded(model: nn.Module, param_dtype: Format, device: torch.device) 
     for module in model.modules():
         if isinstance(module, NORMS):
             _cast_in_forward(module, torch.float32, lambda _: True)
-    forward = model.forward
 
-    def autocast(*args: Any, **kwargs: Any) -> Any:
-        with compute_in(param_dtype, device):
-            return forward(*args, **kwargs)
+    def autocast(forward: Forward) -> Forward:
+        def under_autocast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with compute_in(param_dtype, device):
+                return forward(module, *args, **kwargs)
 
-    model.forward = autocast
+        return under_autocast
+
+    replace_forward(model, autocast)
 
 
 def compute_with(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], param_dtype: Format) -> None:
@@ -73,15 +76,16 @@ def compute_with(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], para
 
 
 def _cast_in_forward(module: nn.Module, dtype: torch.dtype, wanted: Callable[[str], bool]) -> None:
-    forward = module.forward
+    def casting(forward: Forward) -> Forward:
+        def cast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            rounded: dict[nn.Parameter, torch.Tensor] = {}  # a tied weight is rounded once
+            values: dict[str, torch.Tensor] = {}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.is_floating_point() and wanted(name):
+                    values[name] = rounded.setdefault(parameter, parameter.to(dtype))
+            with _reparametrize_module(module, values):
+                return forward(module, *args, **kwargs)
 
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        rounded: dict[nn.Parameter, torch.Tensor] = {}  # a tied weight is rounded once
-        values: dict[str, torch.Tensor] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if parameter.is_floating_point() and wanted(name):
-                values[name] = rounded.setdefault(parameter, parameter.to(dtype))
-        with _reparametrize_module(module, values):
-            return forward(*args, **kwargs)
+        return cast
 
-    module.forward = cast
+    replace_forward(module, casting)

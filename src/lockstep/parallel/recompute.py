@@ -9,23 +9,43 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.parallel.forward import Forward, replace_forward
 from lockstep.parallel.statistics import batch_norms, not_counting
 
 
 def recompute(block: nn.Module) -> None:
     """Make a block recompute itself.
 
-    Only `forward` is replaced: names stay, and hooks of the block (its random stream, its unsharding) run outside the
-    recomputed region. A reseeding hook inside it would read the key of another micro-batch.
+    Only `forward` is replaced: hooks of the block (its random stream, its unsharding) run outside the recomputed
+    region. A reseeding hook inside it would read the key of another micro-batch.
     """
-    forward = block.forward
-    counting = batch_norms(block)
-    # The second forward of a batch must not enter the running statistics again. torch.compile knows no such contexts.
-    contexts: dict[str, Any] = {"context_fn": lambda: (nullcontext(), not_counting(counting))} if counting else {}
+    replace_forward(block, _recomputing_and_counting_once if batch_norms(block) else _recomputing)
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+
+def _recomputing(forward: Forward) -> Forward:
+    def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+            return forward(block, *args, **kwargs)
+        return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
-    block.forward = recomputed
+    return recomputed
+
+
+def _recomputing_and_counting_once(forward: Forward) -> Forward:
+    """The second forward of a batch must not enter the running statistics again (torch.compile cannot do that)."""
+
+    def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        counting = batch_norms(block)
+        return checkpoint(
+            forward,
+            block,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=lambda: (nullcontext(), not_counting(counting)),
+            **kwargs,
+        )
+
+    return recomputed

@@ -137,7 +137,7 @@ def weights_read_by_their_modules() -> Iterator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise UserError(
-            "a sharded weight is used without calling the module that holds it, as in F.linear(x, self.embedding.weight)",
+            "a sharded weight is used without calling the module that holds it, as in F.linear(x, embedding.weight)",
             "call the module, or gather all at once with a larger shard.min_params, or use shard.level = zero1",
         ) from error
 

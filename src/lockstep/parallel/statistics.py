@@ -54,7 +54,9 @@ class RunningStatistics:
 
     def not_counting(self) -> AbstractContextManager[None]:
         """For a forward that must not count."""
-        return self._sync.filler() if self._sync else not_counting(self._layers)
+        if self._sync:
+            self._sync.fillers_from_here()
+        return not_counting(self._layers)
 
     @torch.no_grad()
     def combine(self) -> None:

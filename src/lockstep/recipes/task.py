@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import Config
 from lockstep.data import sets
+from lockstep.errors import UserError
 from lockstep.recipes.catalog import find_recipe
 
 
@@ -55,4 +56,8 @@ def task_of(config: Config) -> Task:
 
 def data_folder(name: str, data_path: str | None) -> Path:
     """Where a public set is read from: the user's own folder, else the cache that `lockstep fetch` fills."""
-    return Path(data_path) if data_path is not None else sets.find(sets.find_set(name), sets.cache_folder())
+    if data_path is None:
+        return sets.find(sets.find_set(name), sets.cache_folder())
+    if not data_path:
+        raise UserError("data.path is empty", "name a folder, or leave it out")
+    return Path(data_path).expanduser()

@@ -62,7 +62,6 @@ class Console:
                 self._line(" | ".join(parts), "green" if event["best"] else "")
             case "test":
                 self._status = ""
-                self._test = event
                 self._line(_test_text(event), "bold green")
             case "checkpoint":
                 self._pause(event["seconds"])
@@ -89,13 +88,13 @@ class Console:
             case "end":
                 self.close()
                 self._line(_end_text(event, self._validation, self._baseline), "bold")
-                if self._test is not None:
-                    self._line(_test_text(self._test), "bold green")
 
     def print_line(self, text: str) -> None:
         """Print a line of the script's own output above the bar, as it is."""
         if self._live is None:
-            print(self._encodable(text), file=self._terminal.file, flush=True)
+            # In one piece: the run's own lines come from another thread.
+            self._terminal.file.write(self._encodable(text) + "\n")
+            self._terminal.file.flush()
         else:
             # Colours stay, but escape codes that move the cursor would tear the bar.
             self._terminal.print(Text.from_ansi(self._encodable(text)), soft_wrap=True)
@@ -225,7 +224,7 @@ def _start_text(start: Event) -> str:
     count = start["world_size"]
     one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
     nodes = f" of {start['nodes']} nodes" if start["nodes"] > 1 else ""
-    precision = "" if start["precision"] == "fp32" else f" in {start['precision']}"
+    precision = "" if start["precision"] == "fp32" else f", computed in {start['precision']}"
     steps = "steps" if start["total_steps"] is None else f"{start['total_steps']} steps"
     parts = [
         f"{start['run']} on {count} {one if count == 1 else many}{nodes}",
@@ -262,7 +261,7 @@ def _score_texts(event: Event) -> list[str]:
 
 
 def _test_text(test: Event) -> str:
-    return " | ".join([*_score_texts(test), f"by the best checkpoint, of step {test['step']}"])
+    return " | ".join([*_score_texts(test), f"by the weights of step {test['step']}"])
 
 
 def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
