@@ -421,7 +421,7 @@ def _sentence(
         ("text", "Input should be a valid string"),
         ("true or false", "Input should be a valid boolean"),
         ("a table, set key by key", "Input should be a valid dictionary"),
-        (f"a list: --set '{key}=[\"...\"]'", "Input should be a valid list"),
+        (f"a list, as in --set '{key}=[\"...\"]'", "Input should be a valid list"),
     ):
         if message.startswith(pydantic_text):
             message = f"it has to be {ours}"

@@ -51,7 +51,7 @@ WRONG = [
     ("train wikitext2 --set model.heads=3", "width 200 is not divisible by heads 3"),
     ("fetch", "name one of wikitext2, mnist, cifar10"),
     ("fetch mnits", "unknown data set 'mnits': did you mean 'mnist'?"),
-    ("fetch mnist --from missing", "there is no folder missing"),
+    ("fetch mnist --from missing", "missing is not there"),
     ("fetch mnist --from foreign", "foreign/train-images-idx3-ubyte.gz: download all files of the set"),
     ("fetch mnist --from http://127.0.0.1:1", "this machine has no internet, 127.0.0.1 cannot be reached"),
     ("fetch cifar10 --from http://127.0.0.1:1", "run `lockstep fetch cifar10` on a login node"),
