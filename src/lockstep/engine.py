@@ -2,7 +2,7 @@
 
     engine.step(batch):
         forward_backward(micro-batches)      gradients of the loss SUM accumulate, times the constant 1 / global batch
-        exchange(weight, loss, requests)     float64 over all ranks, on the CPU, beside the last gradient sums
+        exchange(weight, loss, requests)     float64 over all ranks, on the CPU, beside the last backward
         finish the gradient sums             buckets (dp) or reduce-scatter (fsdp), overlapped with the last backward
         norm, one factor, optimizer          the factor global batch / weight makes it the gradient of the mean loss
 
@@ -125,6 +125,7 @@ class Engine:
         self.use_attention(None if attention == "auto" else attention)
         self.measures_attention = attention == "auto" and device.type == "cuda"
         self._last_norm: tuple[HostCopy, StepBatch] | None = None
+        self._exchange: Callable[[], list[float]] | None = None
         self._gradients = parallel.gradients
         self._shard_group = parallel.shard_group
         self._together = parallel.together
@@ -155,23 +156,18 @@ class Engine:
         self._gradients.begin()
         self._statistics.begin()
         loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
+        self._exchange = None
         totals = self.forward_backward(batch.micro_batches, loss_scale / batch.global_batch)
-
-        local_loss, local_weight = totals.read()
-        self.check_last_gradient()
-        bad = float(not math.isfinite(local_loss) or not math.isfinite(local_weight))
-        message = [local_loss, local_weight, bad, float(self._gradients.unused())]
-        exchange = self._comm.start_sum([*message, *self._requests.votes()])
-        self._gradients.wait()
-        sums = exchange()
-        loss_sum, weight, bad_ranks, unused = sums[: len(message)]
-        self._requests.agree(sums[len(message) :])
+        exchange = self._exchange or self._start_exchange(totals)
+        has_unused = self._gradients.wait()
+        loss_sum, weight, bad_ranks, unused, *votes = exchange()
+        self._requests.agree(votes)
         if bad_ranks:
-            reports = self._comm.gather(_sample_ids(batch) if bad else None)
+            reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else _sample_ids(batch))
             rank = next(rank for rank, report in enumerate(reports) if report is not None)
             raise NonFiniteError("loss", self.steps_done + 1, rank, reports[rank])
 
-        self._gradients.finish(bool(unused))
+        self._gradients.finish(has_unused or bool(unused))
         self._statistics.combine()
         norm = torch.zeros((), device=self.device)
         skipped = weight <= 0
@@ -203,6 +199,18 @@ class Engine:
         if self._observe:
             self._observe(result, batch)
         return result
+
+    def _start_exchange(self, totals: HostCopy) -> Callable[[], list[float]]:
+        """Begin to add up loss, weight and what ranks have to agree on.
+
+        On a CPU before the last backward, beside which it then runs; on a GPU after it was launched, because the host
+        has to wait for the last forward first.
+        """
+        loss, weight = totals.read()
+        self.check_last_gradient()
+        bad = float(not math.isfinite(loss) or not math.isfinite(weight))
+        unused = 0 if self._gradients.counts_unused else self._gradients.unused()
+        return self._comm.start_sum([loss, weight, bad, float(unused), *self._requests.votes()])
 
     def _overflowed(self, norm: HostCopy) -> bool:
         """Whether the gradients of an fp16 step are too large for its loss scale, which learns from it.
@@ -254,6 +262,8 @@ class Engine:
                 totals[1] += weight
             if last:
                 on_host = HostCopy(totals)
+                if self._gradients.counts_unused and self.device.type == "cpu":
+                    self._exchange = self._start_exchange(on_host)
             self._gradients.before_backward(last)
             if self._together is not None and not loss_sum.requires_grad:
                 raise UserError(

@@ -30,13 +30,19 @@ from lockstep.runtime.comm import Comm
 
 
 class GradientSync(Protocol):
-    """How the gradients of one step come together."""
+    """How the gradients of one step come together.
+
+    One that `counts_unused` finds out by itself, in `wait`, whether any rank has parameters without a gradient; else
+    the ranks have to tell each other what `unused` says.
+    """
+
+    counts_unused: bool
 
     def rest(self) -> None: ...
     def begin(self) -> None: ...
     def before_backward(self, last: bool) -> None: ...
     def unused(self) -> int: ...
-    def wait(self) -> None: ...
+    def wait(self) -> bool: ...
     def finish(self, somebody_has_unused: bool) -> None: ...
     def updated(self) -> None: ...
     def restored(self) -> None: ...
@@ -129,6 +135,8 @@ def parallelize(
 class LocalGradients:
     """One process: gradients need no synchronisation."""
 
+    counts_unused = True
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -146,8 +154,9 @@ class LocalGradients:
         """Nothing to agree on."""
         return 0
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Nothing to wait for."""
+        return False
 
     def finish(self, somebody_has_unused: bool) -> None:
         """They are this step's gradients already."""

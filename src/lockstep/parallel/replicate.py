@@ -7,6 +7,7 @@ changes the order of summation and with it the bits of a resumed run. This is th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,23 +35,28 @@ class GradientBuckets:
         self._group = group
         self._comm = comm
         self._buckets: list[_Bucket] = []
-        self._used: set[nn.Parameter] = set()
         self._summing = False
         self._next = 0
-        self._arrived_now: set[nn.Parameter] = set()
         self._names = {parameter: name for name, parameter in named if parameter.requires_grad}
+        # By number, not as sets of parameters: this runs once for every parameter of every backward pass.
+        self._used = bytearray(len(self._names))
+        self._arrived_now = bytearray(len(self._names))
+        numbers = {parameter: number for number, parameter in enumerate(self._names)}
         for members in fill_buckets(list(self._names)):
             bucket = _Bucket(members, sum_dtype(members[0].dtype, reduce_dtype))
             self._buckets.append(bucket)
             for parameter in members:
-                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))
+                arrived = partial(self._arrived, number=numbers[parameter], bucket=bucket)
+                parameter.register_post_accumulate_grad_hook(arrived)
+        # On a GPU reading it would wait for the sums.
+        self.counts_unused = all(not parameter.is_cuda for parameter in self._names)
 
     def rest(self) -> None:
         """Between steps: nothing is gathered, nothing to give back."""
 
     def begin(self) -> None:
         """Start a step: all gradients zero."""
-        self._used.clear()
+        self._used = bytearray(len(self._names))
         self._summing = False
         self._next = 0
         for bucket in self._buckets:
@@ -59,18 +65,19 @@ class GradientBuckets:
     def before_backward(self, last: bool) -> None:
         """In the step's last backward pass here, sum each bucket as soon as it is complete."""
         self._summing = last
-        self._arrived_now.clear()
+        self._arrived_now = bytearray(len(self._names))
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
-        return len(self._names) - len(self._used)
+        return self._used.count(0)
 
-    def wait(self) -> None:
-        """Wait until all gradients are sums over the replicas."""
+    def wait(self) -> bool:
+        """Wait until all gradients are sums over the replicas; whether any rank is known to have had unused ones."""
         while self._next < len(self._buckets):
             self._start_sum()
         for bucket in self._buckets:
             bucket.wait()
+        return self.counts_unused and bool(self._buckets[-1].note)
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Make the sums this step's gradients."""
@@ -83,28 +90,31 @@ class GradientBuckets:
     def restored(self) -> None:
         """Every rank has restored its own copy of all parameters."""
 
-    def _arrived(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
-        self._used.add(parameter)
+    def _arrived(self, parameter: nn.Parameter, *, number: int, bucket: _Bucket) -> None:
+        self._used[number] = 1
         if not self._summing:
             return
-        if parameter in self._arrived_now:
+        if self._arrived_now[number]:
             raise UserError(
                 f"the gradient of {self._names[parameter]} comes in two parts within one backward pass",
                 "use checkpoint(..., use_reentrant=False), or recompute=True, for what recomputes it",
             )
-        self._arrived_now.add(parameter)
+        self._arrived_now[number] = 1
         bucket.missing -= 1
         # Every rank has to start the sums in one order, whatever order its gradients come in.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._start_sum()
 
     def _start_sum(self) -> None:
-        self._buckets[self._next].start_sum(self._group)
+        bucket = self._buckets[self._next]
         self._next += 1
+        if self._next == len(self._buckets):
+            bucket.note.fill_(self.unused())
+        bucket.start_sum(self._group)
 
     def _drop_unused_gradients(self) -> None:
         """A parameter used on no rank has no gradient, as in one process: the optimizer must leave it alone."""
-        users = self._comm.sum([float(parameter in self._used) for parameter in self._names])
+        users = self._comm.sum([float(used) for used in self._used])
         for parameter, ranks in zip(self._names, users, strict=True):
             if not ranks:
                 parameter.grad = None
@@ -114,10 +124,11 @@ class _Bucket:
     def __init__(self, members: list[nn.Parameter], summed_in: torch.dtype) -> None:
         self.members = members
         self._summed_in = summed_in
-        self.flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        self.views = [
-            view.view_as(p) for p, view in zip(members, self.flat.split([p.numel() for p in members]), strict=True)
-        ]
+        sizes = [parameter.numel() for parameter in members]
+        self.flat = torch.zeros(sum(sizes) + 1, dtype=members[0].dtype, device=members[0].device)
+        # One number more travels along: how many parameters a rank did not use.
+        *views, self.note = self.flat.split([*sizes, 1])
+        self.views = [view.view_as(parameter) for parameter, view in zip(members, views, strict=True)]
         self.missing = len(members)
         self._sent = self.flat
         self._work: dist.Work | None = None

@@ -145,6 +145,8 @@ def weights_read_by_their_modules() -> Iterator[None]:
 class ShardedGradients:
     """When the sharded model's gradients are reduced, in the last backward of a step only, and that it was right."""
 
+    counts_unused = False
+
     def __init__(
         self,
         model: FSDPModule,
@@ -205,8 +207,9 @@ class ShardedGradients:
         """How many parameters got no gradient on this rank in this step."""
         return len(self._watched) - len(self._used)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """The backward pass has waited itself."""
+        return False
 
     def finish(self, somebody_has_unused: bool) -> None:
         """The reduction is over. A parameter used on no rank has no gradient, as in one process."""
