@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import platform
-import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,21 +26,25 @@ from lockstep.runtime.place import Place
 from lockstep.scoring import Metric
 
 PER_STEP = ("step", "metric")
+SECONDS_BETWEEN_WRITES = 0.1
 
 
 class Journal:
     """Writes a run's events on rank 0 and drops them elsewhere.
 
-    Those of every step are written by a thread: neither the disk nor a number that is still on a GPU holds the next
-    step up. All others are on disk when the call returns.
+    Those of every step are written by a thread, some ten times a second: neither the disk nor a number that is still on
+    a GPU holds the next step up, and the thread does not fight it for Python's lock. All others are on disk when the
+    call returns, with what came before them.
     """
 
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
-        self._queue: queue.Queue[tuple[float, str, dict[str, Any]] | None] = queue.Queue()
+        self._waiting: deque[tuple[float, str, dict[str, Any]]] = deque()
+        self._writing = threading.RLock()
+        self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._writer = threading.Thread(target=self._write, name="lockstep-events", daemon=True)
+        self._writer = threading.Thread(target=self._write_now_and_then, name="lockstep-events", daemon=True)
         if log is not None:
             self._writer.start()  # not with the first event: that may come while Python shuts down
         self._item, self._items_per_sample = "samples", 1
@@ -56,16 +60,13 @@ class Journal:
         """Record one event."""
         if self._log is None:
             return
-        if threading.current_thread() is self._writer:  # a reader that has something to say while it reads
-            self._log.emit(kind, **_plain(fields))
-            return
         if os.getpid() != self._process:
             raise UserError("a data loader's worker process cannot write events", "log from the training loop")
-        if not self._writer.is_alive():
+        if self._closing.is_set():
             raise UserError("the run is closed and takes no more events", "log before run.close()")
-        self._queue.put((time.time(), kind, fields))
+        self._waiting.append((time.time(), kind, fields))
         if kind not in PER_STEP:
-            self._queue.join()
+            self._write()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -167,25 +168,31 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left and close the log."""
-        if self._log is None:
+        if self._log is None or self._closing.is_set():
             return
-        if self._writer.is_alive():
-            self._queue.put(None)
-            self._writer.join()
-        self._log.close()
+        self._closing.set()
+        self._writer.join()
+        try:
+            self._write()
+        finally:
+            self._log.close()
         if self._failure is not None:
             raise self._failure
 
-    def _write(self) -> None:
-        assert self._log is not None
-        while (item := self._queue.get()) is not None:
-            at, kind, fields = item
+    def _write_now_and_then(self) -> None:
+        while not self._closing.wait(SECONDS_BETWEEN_WRITES):
             try:
-                self._log.emit(kind, time=at, **_plain(fields))
+                self._write()
             except BaseException as error:  # raised by the training's next event
-                self._failure = self._failure or error
-            finally:
-                self._queue.task_done()
+                self._failure = error
+
+    def _write(self) -> None:
+        """Write what waits, in order. A reader that has something to say while it reads comes here again."""
+        assert self._log is not None
+        with self._writing:
+            while self._waiting:
+                at, kind, fields = self._waiting.popleft()
+                self._log.emit(kind, time=at, **_plain(fields))
 
 
 def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
