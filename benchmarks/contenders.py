@@ -54,7 +54,8 @@ class Problem:
     device: torch.device
     precision: Literal["fp32", "bf16"] = "fp32"
     compiled: bool = False
-    fused: bool = False
+    fused: bool | None = None
+    """Whether AdamW is told to be fused. None: as most people write it, and every tool does what it does by default."""
     shuffle: bool = True
     workers: int = 0
 
