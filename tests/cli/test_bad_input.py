@@ -33,6 +33,19 @@ WRONG = [
     ("train digits --set optimizer.args.foo=1", "unknown argument of optimizer adamw: 'foo'"),
     ("train digits --set optimizer.name=no.such:Thing", "cannot import the optimizer"),
     ("train digits --set precision=fp64", "it has to be 'fp32', 'bf16' or 'fp16'"),
+    ("train digits --set precision=bf16 --set numerics.storage_dtype=bf16", 'numerics.accept = ["bf16-weights"]'),
+    ("train digits --set numerics.tf32=true", "a CPU has no tf32"),
+    ("train digits --set numerics.param_dtype=bf16", 'set precision = "bf16" as well'),
+    ("train digits --set numerics.reduce_dtype=fp16", "loses small gradients without a loss scale"),
+    ("train digits --set numerics.accept=slow-fp16", "it has to be a list, as in --set"),
+    ("train digits --set shard.level=FULL_SHARD", "torch's name: write zero3"),
+    ("train digits --set shard.level=NO_SHARD", "use the axis dp"),
+    ("train digits --set shard.min_params=0", "shard.min_params = 0"),
+    ("train digits --set compile=true", "it has to be 'off', 'blocks' or 'model'"),
+    ("train linear --set compile=blocks", "no repeated blocks: use compile = model"),
+    ("train digits --layout fsdp=2 --set compile=model", "does not go with the sharded weights of layout fsdp=2"),
+    ("train digits --set batch_norm=sync --set compile=blocks", "does not go with batch_norm = sync"),
+    ("train digits --set attention=flash2", "attention = 'flash2'"),
     ("train digits --set validate_every=often", 'write "100 steps"'),
     ("train digits --set novalue", "write --set key=value"),
     ("train digits --set backend=nccl --device cpu", "backend nccl needs device cuda"),
@@ -45,12 +58,16 @@ WRONG = [
     ("train wikitext2 --set data.path=missing", "there is no folder missing: check data.path"),
     ("train wikitext2 --set data.path=foreign", "foreign has neither train.txt nor wiki.train.tokens"),
     ("train mnist --set data.path=foreign", "foreign/train-images-idx3-ubyte.gz is missing"),
+    ("train mnist --set data.path=", "data.path is empty"),
+    ("train cifar10 --set data.path=empty.txt", "empty.txt is a file: give the folder it is in"),
     ("train mnist --set data.path=missing.npz", "missing.npz is missing"),
     ("train cifar10 --set data.path=foreign", "foreign has no data_batch_*.bin"),
     ("train cifar10 --set data.path=cut", "cut/data_batch_1.bin has 4000 bytes, which is no whole number of records"),
     ("train wikitext2 --set model.heads=3", "width 200 is not divisible by heads 3"),
     ("fetch", "name one of wikitext2, mnist, cifar10"),
     ("fetch mnits", "unknown data set 'mnits': did you mean 'mnist'?"),
+    ("fetch mnist --from ftp://somewhere", "give a folder, or a URL that begins with https://HOST/"),
+    ("fetch mnist --from http://[::1", "is no address"),
     ("fetch mnist --from missing", "missing is not there"),
     ("fetch mnist --from foreign", "foreign/train-images-idx3-ubyte.gz: download all files of the set"),
     ("fetch mnist --from http://127.0.0.1:1", "this machine has no internet, 127.0.0.1 cannot be reached"),
@@ -73,6 +90,7 @@ WRONG = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # else a CPU may be refused for another reason
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("not a run")
     (tmp_path / "empty.txt").touch()

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.config import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.compile import check_compile
+from lockstep.parallel.compile import allow_variants, check_compile, compiled_calls
 from tests.parity.problems import Batch, adamw, join
 from tests.ranks import Job, RankPool
 
@@ -176,6 +176,80 @@ def test_compiled_blocks_give_the_numbers_of_eager_ones(ranks: RankPool, eager: 
     cells: list[Cell] = [("blocks", False, 0.0), ("blocks", True, 0.0)]
     for losses in losses_by_cell(ranks, "fsdp=2", "zero3", cells, cache).values():
         assert losses == pytest.approx(eager, rel=1e-6)
+
+
+class Funnel(nn.Module):
+    """Blocks of one class and different widths: each is a variant of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Narrowing(width) for width in (8, 7, 6, 5))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Narrowing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width - 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.linear(x), 0.3, self.training)
+
+
+def train_in_parts(job: Job, cache: Path) -> dict[str, list[float]]:
+    """Losses of a compiled run that never stopped and of one that did; both choose their micro-batch themselves."""
+    losses: dict[str, list[float]] = {"whole": [], "parts": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        for name, stop in (("whole", STEPS), ("parts", 2), ("parts", STEPS)):
+            torch.compiler.reset()
+            run = join(job, "single", job.folder / name)
+            engine = run.setup(Funnel, loss, optimizer=adamw, compile="blocks")
+            for batch in run.loader(Points(), 6, steps=STEPS, workers=0):
+                losses[name].append(engine.step(batch).loss)
+                run.evaluate(Points())
+                if engine.steps_done == stop:
+                    run.save()
+                    break
+            run.leave()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+def test_a_compiled_run_goes_on_with_the_same_dropout_masks(ranks: RankPool, cache: Path) -> None:
+    (losses,) = ranks.run(train_in_parts, 1, cache, timeout=500)
+    assert losses["parts"] == losses["whole"]
+
+
+def test_too_many_variants_are_refused_rather_than_run_eagerly() -> None:
+    seen: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        seen.append(1)
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
+            patch.setattr(f"torch._dynamo.config.{name}", getattr(torch._dynamo.config, name))
+        allow_variants(1)
+        patch.setattr("torch._dynamo.config.recompile_limit", 3)
+        double = torch.compile(lambda x: x * 2, backend=count, dynamic=False)
+
+        def call_with_many_shapes() -> None:
+            with compiled_calls():
+                for size in range(2, 10):
+                    double(torch.ones(size))
+
+        with pytest.raises(UserError, match="compiled more than 3 times"):
+            call_with_many_shapes()
+    torch.compiler.reset()
+    assert seen
 
 
 SCRIPT = """
