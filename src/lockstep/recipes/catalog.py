@@ -10,6 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.errors import unknown
 
 
+def _check_heads(width: int, heads: int) -> None:
+    if width % heads:
+        raise ValueError(f"width {width} is not divisible by heads {heads}: make it a multiple of heads")
+
+
 class LmSettings(BaseModel):
     """The `[model]` table of `lm`."""
 
@@ -27,8 +32,7 @@ class LmSettings(BaseModel):
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> LmSettings:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}: make it a multiple of heads")
+        _check_heads(self.width, self.heads)
         return self
 
 
@@ -71,8 +75,7 @@ class Wikitext2Settings(BaseModel):
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> Wikitext2Settings:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}: make it a multiple of heads")
+        _check_heads(self.width, self.heads)
         return self
 
 
