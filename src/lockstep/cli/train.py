@@ -86,7 +86,8 @@ def train_command(
         print(json.dumps(opt.result(folder, code), allow_nan=False))
     elif code == 0:
         said = [*(f"--set {shlex.quote(one)}" for one in set_ or []), *([f"--steps {steps}"] if steps else [])]
-        _next_commands(folder, what, said, terminal)
+        other = ("dp=2", "replicas") if "fsdp" in resolved.config.layout else ("fsdp=2", "sharded parameters")
+        _next_commands(folder, what, said, other, terminal)
     return code
 
 
@@ -155,11 +156,13 @@ def _explain(resolved: Resolved, parameters: int, device: str, terminal: Termina
     return formats
 
 
-def _next_commands(folder: RunFolder, what: str | None, said: list[str], terminal: Terminal) -> None:
+def _next_commands(
+    folder: RunFolder, what: str | None, said: list[str], other: tuple[str, str], terminal: Terminal
+) -> None:
     program, tensorboard = _as_typed("lockstep"), _as_typed("tensorboard")
     command = " ".join([program, "train", *([what] if what else []), *said])
     tries = (
-        (f"{command} --layout fsdp=2", "the same numbers with sharded parameters"),
+        (f"{command} --layout {other[0]}", f"the same numbers with {other[1]}"),
         (f"{command} --set seed=1", "change any value; --dry-run shows them all"),
         (f"{tensorboard} --logdir {folder.path / 'tb'}", "the curves"),
         (f"{program} train --list", "the other recipes"),
