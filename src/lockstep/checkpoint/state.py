@@ -78,9 +78,9 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
             engine.optimizer.state[parameter][slot] = value
     for name, values in meta["optimizer"]["values"].items():
         engine.optimizer.state[parameters[name]].update(values)
-    if engine.measures_attention and meta["attention"]:  # measured once, when the run began
+    if engine.measures_attention and meta.get("attention"):  # measured once, when the run began
         engine.use_attention(meta["attention"] if meta["attention"] in BACKENDS else None)
-    if engine.loss_scale and meta["loss_scale"]:
+    if engine.loss_scale and meta.get("loss_scale"):
         engine.loss_scale.restore(meta["loss_scale"])
     engine.steps_done = meta["step"]
     engine.steps_skipped = meta["skipped"]
