@@ -171,13 +171,6 @@ def test_compiled_batch_norm_counts_every_micro_batch_once(ranks: RankPool, cach
         assert "recompute of a model with BatchNorm" in found.get(whole, "recompute of a model with BatchNorm")
 
 
-@pytest.mark.limit(300)
-def test_compiled_blocks_give_the_numbers_of_eager_ones(ranks: RankPool, eager: list[float], cache: Path) -> None:
-    cells: list[Cell] = [("blocks", False, 0.0), ("blocks", True, 0.0)]
-    for losses in losses_by_cell(ranks, "fsdp=2", "zero3", cells, cache).values():
-        assert losses == pytest.approx(eager, rel=1e-6)
-
-
 class Funnel(nn.Module):
     """Blocks of one class and different widths: each is a variant of its own."""
 
