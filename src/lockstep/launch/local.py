@@ -49,6 +49,9 @@ def launch(
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # glibc gives every large block back to the system, and each step on CPUs faults its pages in again.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
     ended = threading.Event()
     log = folder.log_here(0)
     readers = [
