@@ -23,6 +23,15 @@ class Shape:
     vocabulary: int
 
 
+@dataclass(frozen=True)
+class Size:
+    """A model, its batch on one rank, and how many steps a turn has."""
+
+    shape: Shape
+    batch: int
+    block: int
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()

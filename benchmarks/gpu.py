@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import gpt2
 import torch
 from contenders import CONTENDERS, Losses, Problem, choose, quiet_peers
-from gpt2 import GPT2, Shape, Tokens, flops_per_token
+from gpt2 import GPT2, Shape, Size, Tokens, flops_per_token
 from measuring import (
     OwnGarbageSetting,
     Say,
@@ -56,15 +56,6 @@ LARGEST_DIFFERENCE = 1e-2
 """Of two loss curves in bf16, which carries 8 bits."""
 ATTENTION = {"cuda": re.compile("^(?!triton_).*(flash|fmha|sdpa|attention)"), "cpu": re.compile("^aten::_scaled_dot")}
 """Names of attention kernels. What the compiler fuses around them has names with "attention" in them too."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model, its batch unless told otherwise, and how many steps a turn has."""
-
-    shape: Shape
-    batch: int
-    block: int
 
 
 SIZES = {

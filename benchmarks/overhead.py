@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Losses, Problem, choose, quiet_peers
-from gpt2 import GPT2, Shape, Tokens
+from gpt2 import GPT2, Shape, Size, Tokens
 from measuring import (
     OwnGarbageSetting,
     Say,
@@ -49,15 +49,6 @@ SEED = 0
 LARGEST_DIFFERENCE = 1e-5
 WARMUP_TURNS = 2
 FOLDER = "LOCKSTEP_BENCHMARK_FOLDER"
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model, its batch on one rank, and how many steps a turn has."""
-
-    shape: Shape
-    batch: int
-    block: int
 
 
 SIZES = {

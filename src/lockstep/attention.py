@@ -109,10 +109,10 @@ def _time_call(call: _Call, backends: list[SDPBackend], device: torch.device) ->
     mask = None
     if call.mask is not None:
         shape, dtype = call.mask
-        mask = (
-            torch.ones(shape, dtype=dtype, device=device) if dtype == torch.bool else torch.zeros(shape, device=device)
-        )
-        mask = mask.to(call.dtype if dtype != torch.bool else dtype)
+        if dtype == torch.bool:
+            mask = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            mask = torch.zeros(shape, dtype=call.dtype, device=device)
 
     def run() -> None:
         out = F.scaled_dot_product_attention(query, key, value, mask, **dict(call.options))

@@ -50,7 +50,7 @@ class Journal:
         self._item, self._items_per_sample = "samples", 1
         self._began = self._step_began = time.monotonic()
         self.last_loss = math.nan
-        self._last_metrics: Mapping[str, Metric] = {}
+        self._last_metrics: dict[str, dict[str, float]] = {}
 
     def count_in(self, item: str, items_per_sample: int) -> None:
         """What throughput counts: so many items in each sample."""
@@ -98,8 +98,10 @@ class Journal:
 
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
-        now = time.monotonic()
         self.last_loss = result.loss
+        if self._log is None:  # nobody would read the copy of the norm
+            return
+        now = time.monotonic()
         self.emit(
             "step",
             step=result.step,
@@ -119,15 +121,13 @@ class Journal:
         self, step: int, epoch: float, results: Mapping[str, Metric], samples: int, seconds: float, best: bool
     ) -> None:
         """The validation data were scored."""
-        self._last_metrics = {name: metric for name, metric in results.items() if name != "loss"}
-        loss = results["loss"].value
-        metrics = _as_json(self._last_metrics)
+        self._last_metrics = _as_json(results)
         self.emit(
             "validation",
             step=step,
             epoch=epoch,
-            loss=loss,
-            metrics=metrics,
+            loss=results["loss"].value,
+            metrics=self._last_metrics,
             samples=samples,
             seconds=seconds,
             best=best,
@@ -136,8 +136,8 @@ class Journal:
 
     def test(self, step: int, results: Mapping[str, Metric], samples: int, seconds: float) -> None:
         """The test data were scored with the weights of `step`."""
-        metrics = _as_json({name: metric for name, metric in results.items() if name != "loss"})
-        self.emit("test", step=step, loss=results["loss"].value, metrics=metrics, samples=samples, seconds=seconds)
+        loss, metrics = results["loss"].value, _as_json(results)
+        self.emit("test", step=step, loss=loss, metrics=metrics, samples=samples, seconds=seconds)
         self._step_began = time.monotonic()
 
     def checkpoint(self, step: int, path: str, seconds: float, size: int, best: bool) -> None:
@@ -158,7 +158,7 @@ class Journal:
             loss=self.last_loss,
             best_loss=best_loss,
             best_step=best_step,
-            metrics=_as_json(self._last_metrics),
+            metrics=self._last_metrics,
             seconds=time.monotonic() - self._began,
         )
 
@@ -195,7 +195,9 @@ class Journal:
                 self._log.emit(kind, time=at, **_plain(fields))
 
 
-def _as_json(metrics: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
+def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
+    """The metrics of an evaluation, without its loss, which has a field of its own."""
+    metrics = {name: metric for name, metric in results.items() if name != "loss"}
     return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}
 
 

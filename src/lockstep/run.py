@@ -32,7 +32,7 @@ from lockstep.config import (
     numerics_config,
     shard_config,
 )
-from lockstep.data.loader import Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
+from lockstep.data.loader import Collate, Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
 from lockstep.data.order import Order, Position
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
@@ -55,8 +55,6 @@ from lockstep.runtime.place import cpus_per_rank
 from lockstep.scoring import Metric, MetricFunction, Perplexity
 
 MOST_WORKERS = 8
-
-Collate = Callable[[list[Any]], Any]
 
 
 class Run:
@@ -267,13 +265,7 @@ class Run:
         A metric is a function (model, batch) -> (sum, count); the result's `.value` is their ratio. With `perplexity`
         there is one more, the exp of the mean loss. Nothing is recorded: `validate` and `test` do that.
         """
-        options: dict[str, Any] = {
-            "perplexity": perplexity,
-            "micro_batch": micro_batch,
-            "workers": workers,
-            "collate": collate,
-        }
-        return self._score(dataset, metrics, **options)[0]
+        return self._score(dataset, metrics, perplexity, micro_batch, workers, collate)[0]
 
     def validate(
         self, dataset: Dataset[Any], metrics: Mapping[str, MetricFunction] | None = None, **options: Any
@@ -343,8 +335,8 @@ class Run:
             if best_loss is not None:
                 mark_best(self.folder.path, step, best_loss)
             prune(self.folder.path, self._keep, self.best[0] if self.best else None)
-        path = f"checkpoints/step-{step:08d}"
-        self.journal.checkpoint(step, path, time.monotonic() - started, size, best_loss is not None)
+        path = step_folder(self.folder.path, step).relative_to(self.folder.path)
+        self.journal.checkpoint(step, str(path), time.monotonic() - started, size, best_loss is not None)
 
     def log(self, **values: Any) -> None:
         """Record numbers of the script's own (also of numpy and torch) with the current step."""

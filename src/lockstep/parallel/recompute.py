@@ -19,33 +19,18 @@ def recompute(block: nn.Module) -> None:
     Only `forward` is replaced: hooks of the block (its random stream, its unsharding) run outside the recomputed
     region. A reseeding hook inside it would read the key of another micro-batch.
     """
-    replace_forward(block, _recomputing_and_counting_once if batch_norms(block) else _recomputing)
+    counts = bool(batch_norms(block))
+    replace_forward(block, lambda forward: _recomputing(forward, counts))
 
 
-def _recomputing(forward: Forward) -> Forward:
+def _recomputing(forward: Forward, counts: bool) -> Forward:
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(block, *args, **kwargs)
-        return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-
-    return recomputed
-
-
-def _recomputing_and_counting_once(forward: Forward) -> Forward:
-    """The second forward of a batch must not enter the running statistics again (torch.compile cannot do that)."""
-
-    def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(block, *args, **kwargs)
-        counting = batch_norms(block)
-        return checkpoint(
-            forward,
-            block,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=lambda: (nullcontext(), not_counting(counting)),
-            **kwargs,
-        )
+        contexts: dict[str, Any] = {}
+        if counts:  # the second forward must not enter the running statistics again (torch.compile cannot do that)
+            layers = batch_norms(block)
+            contexts["context_fn"] = lambda: (nullcontext(), not_counting(layers))
+        return checkpoint(forward, block, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
 
     return recomputed

@@ -31,7 +31,6 @@ class Console:
         self._spinner = Spinner("dots" if terminal.encoding.startswith("utf") else "line")
         self._baseline: tuple[str, float] | None = None
         self._validation: Event | None = None
-        self._test: Event | None = None
         self._status = ""
         # What follows belongs to one attempt and begins anew with each start event.
         self._start: Event | None = None
