@@ -115,6 +115,32 @@ class ShardConfig(Section):
         return values
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+"""The orders in which a pipeline does its forwards and backwards (parallel/timetable.py)."""
+
+
+class PipelineConfig(Section):
+    """How the pp axis cuts a model and runs it."""
+
+    schedule: Schedule = Field("1f1b", description="the order of forwards and backwards (docs/pipeline.md)")
+    micro_batches: int | None = Field(
+        None,
+        gt=0,
+        description="micro-batches of a step per data rank; unset: by micro_batch, or about 4 a rank",
+    )
+    stages_per_rank: int | None = Field(
+        None, gt=0, description="stages of a rank; unset: 1 for gpipe and 1f1b, 2 for the others"
+    )
+    cuts: list[str] | None = Field(
+        None, description="modules the stages after the first begin with; unset: by measured work"
+    )
+
+    @property
+    def per_rank(self) -> int:
+        """How many stages every rank has."""
+        return self.stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+
 class LaunchConfig(Section):
     """Where and how processes run: what a script under `lockstep run` can be told."""
 
@@ -129,6 +155,7 @@ class LaunchConfig(Section):
     share_gpu: bool = Field(False, description="let several ranks use one GPU (over gloo)")
     timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others, in every group")
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
+    pipeline: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")
     def _launchable(self) -> Self:
@@ -369,6 +396,11 @@ def numerics_config(values: NumericsConfig | Mapping[str, Any] | None, precision
 def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
     """The checked `shard` argument of `run.setup`."""
     return _section(ShardConfig, values, "shard.")
+
+
+def pipeline_config(values: PipelineConfig | Mapping[str, Any] | None) -> PipelineConfig:
+    """The checked `pipeline` argument of `run.setup`."""
+    return _section(PipelineConfig, values, "pipeline.")
 
 
 def script_config(values: Nested, source: str) -> ScriptConfig:

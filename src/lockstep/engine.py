@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -30,13 +32,14 @@ from lockstep.faults.requests import Requests
 from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
 from lockstep.optim import use_fused_kernels
-from lockstep.parallel.apply import ParallelModel
+from lockstep.parallel.apply import Look, ParallelModel
+from lockstep.parallel.calls import PipelinedCalls
 from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.seeds import seed_everything, seed_of, seed_torch
+from lockstep.runtime.seeds import in_backward, seed_everything, seed_of, seed_torch
 from lockstep.scoring import Metric, MetricFunction
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
@@ -67,7 +70,6 @@ class Engine:
 
     def __init__(
         self,
-        parallel: ParallelModel,
         loss: LossFunction,
         optimizer: OptimizerFactory,
         *,
@@ -85,8 +87,6 @@ class Engine:
         loss_reduction: Literal["sum", "mean"] = "sum",
         observe: Callable[[StepResult, StepBatch], None] | None = None,
     ) -> None:
-        self.model = parallel.model
-        self.blocks = parallel.blocks
         self.layout = layout
         self.device = device
         self.precision: Format = precision
@@ -98,44 +98,101 @@ class Engine:
         self.seed = seed
         self.steps_done = 0
         self.steps_skipped = 0
-        self.stored = parallel.parameters
-        named = parallel.trained
-        if not named:
-            raise UserError("the model has no parameters to train", "check what build_model returns")
         apply_tf32(self.numerics, device)
-        self.parameters = [parameter for _, parameter in named]
-        # A layer that build_model put into eval mode, a frozen BatchNorm say, stays there; a whole model does not.
-        self._frozen = [module for module in self.model.modules() if not module.training and self.model.training]
-        self.optimizer = optimizer(named)
-        refuse_untrainable(named, self.optimizer, self.numerics)
-        use_fused_kernels(self.optimizer, self.model)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
+        self._compile = compile_
         self._loss = compile_whole(loss) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
         self._requests = requests
         self._observe = observe
         self._explaining: Callable[[], AbstractContextManager[None]] = nullcontext
-        if compile_ != "off":
-            self._explaining = compiled_calls
-        elif parallel.shard_group is not None:
-            self._explaining = weights_read_by_their_modules
         self._transfers = Transfers(device)
         self.use_attention(None if attention == "auto" else attention)
-        self.measures_attention = attention == "auto" and device.type == "cuda"
+        self.measures_attention = attention == "auto" and device.type == "cuda" and layout.pp == 1
         self._last_norm: tuple[HostCopy, StepBatch] | None = None
         self._exchange: Callable[[], list[float]] | None = None
-        self._gradients = parallel.gradients
-        self._shard_group = parallel.shard_group
-        self._together = parallel.together
-        self._statistics = parallel.statistics
         self._coordinate: tuple[int, int] = (0, 0)
         self._calls: Counter[int] = Counter()
+        self._streams: dict[tuple[int, int], int] = {}
+        self._prepare: Callable[[Look], None] | None = None
+
+    def attach(self, parallel: ParallelModel) -> None:
+        """Take over a model that was cut for this rank, and make its optimizer."""
+        self.models = parallel.models
+        self.model = parallel.models[0]
+        self.blocks = parallel.blocks
+        self.pipeline = parallel.pipeline
+        self.stored = parallel.parameters
+        self.buffers = parallel.buffers
+        named = parallel.trained
+        self.parameters = [parameter for _, parameter in named]
+        if not named and self.pipeline is None:
+            raise UserError("the model has no parameters to train", "check what build_model returns")
+        if not named:  # the stages of this rank are frozen, and torch's optimizers want something
+            named = [("nothing", nn.Parameter(torch.zeros(1, device=self.device)))]
+        # A layer that build_model put into eval mode, a frozen BatchNorm say, stays there; a whole model does not.
+        self._frozen = [
+            module for model in self.models for module in model.modules() if not module.training and model.training
+        ]
+        self.optimizer = self._make_optimizer(named)
+        refuse_untrainable(named, self.optimizer, self.numerics)
+        use_fused_kernels(self.optimizer, self.model)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if self._compile != "off":
+            self._explaining = compiled_calls
+        elif parallel.is_sharded:
+            self._explaining = weights_read_by_their_modules
+        self._gradients = parallel.gradients
+        self._counted = parallel.counted
+        self._norm_groups = parallel.norm_groups
+        self._together = parallel.together
+        self._statistics = parallel.statistics
         # A whole compiled model cannot be left between its blocks: it draws from the micro-batch's stream alone.
-        for number, (_, block) in enumerate(self.blocks if compile_ != "model" else []):
-            block.register_forward_pre_hook(self._seed_block(number))
+        for seeded in parallel.seeded if self._compile != "model" else []:
+            for number, module in enumerate(seeded):
+                module.register_forward_pre_hook(self._seed_module(number))
+        if self.pipeline is not None:
+            assert parallel.skeleton is not None
+            self._stages = PipelinedCalls(self.pipeline, parallel.skeleton, self._comm, self.device, self.computing)
         self.seed_between_steps()
+
+    def when_data_is_known(self, prepare: Callable[[Look], None]) -> None:
+        """A pipeline is cut when the first samples are there: then `prepare` makes the model, and attaches it."""
+        self._prepare = prepare
+
+    def see(self, data: Any) -> None:
+        """The first samples are there, as the loss function gets them; every rank sees the same ones."""
+        if self._prepare is None:
+            return
+        prepare, self._prepare = self._prepare, None
+        data = self._transfers.send(data).take()
+
+        def look(model: nn.Module) -> Any:
+            with self.computing(), torch.random.fork_rng([]):
+                return self._summed_loss(model, data)
+
+        prepare(look)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is there; that of a pipeline waits for the first samples."""
+        return self._prepare is None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "models", "optimizer", "parameters", "stored", "blocks") and self.__dict__.get("_prepare"):
+            raise UserError(
+                f"engine.{name} is not there yet: a pipeline is cut when the first samples are known",
+                "make the loader (run.loader) before you use it",
+            )
+        raise AttributeError(name)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """In the number formats and with the attention kernels of this training."""
+        with compute_in(self.precision, self.device), attend_with(self.attention):
+            yield
 
     @property
     def lr(self) -> float:
@@ -146,13 +203,15 @@ class Engine:
         """Do one optimizer step on what `run.loader` yields."""
         if not isinstance(batch, StepBatch):
             raise UserError(f"engine.step was given a {type(batch).__name__}", "give it what run.loader(...) yields")
+        assert self.is_ready, "the loader has shown its first samples"
         lr = self.lr
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.steps_done)
-        if not self.model.training:
+        if not all(model.training for model in self.models):
             self._train_mode()
         if self.measures_attention:
             self._measure_attention(batch.micro_batches)
+        self._streams.clear()
         self._gradients.begin()
         self._statistics.begin()
         loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -174,7 +233,8 @@ class Engine:
         if not skipped:
             grads = local_gradients(self.parameters)
             factor = batch.global_batch / (weight * loss_scale)
-            norm = global_norm(grads, self._shard_group, self.device) * factor
+            counted = grads if len(self._counted) == len(self.stored) else local_gradients(self._counted)
+            norm = global_norm(counted, self._norm_groups, self.device) * factor
             scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
             self._last_norm = HostCopy(norm), batch
             skipped = self._overflowed(self._last_norm[0])
@@ -247,6 +307,8 @@ class Engine:
 
         The two are sent to the host behind the last forward, so that they arrive while the backward still runs.
         """
+        if self.pipeline is not None:
+            return self._pipelined(micro_batches, scale)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         on_host = HostCopy(totals)
         following = map(self._transfers.send, (part.data for part in micro_batches))
@@ -274,24 +336,63 @@ class Engine:
                 (loss_sum * (0.0 if micro_batch.filler else scale)).backward()
         return on_host
 
+    def _pipelined(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
+        """`forward_backward` by a pipeline's timetable; only the rank of its last stage has a loss and a weight."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def start(number: int) -> AbstractContextManager[None]:
+            self._start_micro_batch(micro_batches[number])
+            return self._statistics.not_counting() if micro_batches[number].filler else nullcontext()
+
+        def loss_of(number: int, result: tuple[torch.Tensor, int | float | torch.Tensor]) -> torch.Tensor:
+            loss_sum, weight = result
+            if not micro_batches[number].filler:
+                totals[0] += loss_sum.detach()
+                totals[1] += weight
+            return loss_sum * (0.0 if micro_batches[number].filler else scale)
+
+        data = [self._transfers.send(part.data).take() for part in micro_batches]
+        before_backward = partial(self._gradients.before_backward, False)
+        self._stages.step(data, self._summed_loss, start, loss_of, before_backward)
+        return HostCopy(totals)
+
     @torch.no_grad()
     def evaluate(self, micro_batches: Any, metrics: Mapping[str, MetricFunction] | None = None) -> dict[str, Metric]:
         """Loss and metrics over a dataset's micro-batches: every sample counted once, summed in float64."""
         functions: dict[str, MetricFunction] = {"loss": self._summed_loss, **(metrics or {})}
         sums = {name: torch.zeros(2, dtype=torch.float64, device=self.device) for name in functions}
+
+        def add(name: str, returned: Any) -> None:
+            exact = [
+                torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in _checked_pair(name, returned)
+            ]
+            sums[name] += torch.stack([part.reshape(()) for part in exact])
+
         with self.scoring():
-            for micro_batch in micro_batches:
-                data = self._transfers.send(micro_batch.data).take()
-                seed_everything(seed_of(self.seed, "evaluate", micro_batch.index))
-                with compute_in(self.precision, self.device), attend_with(self.attention):
-                    for name, function in functions.items():
-                        pair = _checked_pair(name, function(self.model, data))
-                        if not micro_batch.filler:
-                            exact = [torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in pair]
-                            sums[name] += torch.stack([part.reshape(()) for part in exact])
+            for group in batched(micro_batches, 1 if self.pipeline is None else self._stages.at_once):
+                data = [self._transfers.send(part.data).take() for part in group]
+                for name, function in functions.items():
+                    for part, returned in zip(group, self._score(name, function, group, data), strict=False):
+                        if not part.filler:
+                            add(name, returned)
         self.seed_between_steps()
         flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
+
+    def _score(
+        self, name: str, function: MetricFunction, group: Sequence[MicroBatch], data: Sequence[Any]
+    ) -> list[Any]:
+        """What a metric's function returns for each micro-batch; in a pipeline only its last stage knows."""
+
+        def start(number: int) -> AbstractContextManager[None]:
+            seed_everything(seed_of(self.seed, "evaluate", group[number].index))
+            return nullcontext()
+
+        if self.pipeline is not None:
+            return self._stages.score(name, data, function, start)
+        start(0)
+        with self.computing():
+            return [function(self.model, data[0])]
 
     def rest(self) -> None:
         """Put the model back into its state between steps, after a forward that was not part of one."""
@@ -300,8 +401,9 @@ class Engine:
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """In eval mode inside; afterwards every layer is in the mode it was in, and only shards are held."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+        training = [module for model in self.models for module in model.modules() if module.training]
+        for model in self.models:
+            model.eval()
         try:
             yield
         finally:
@@ -334,17 +436,21 @@ class Engine:
         seed_everything(seed_of(self.seed, "between", self.steps_done))
 
     def _train_mode(self) -> None:
-        self.model.train()
+        for model in self.models:
+            model.train()
         for module in self._frozen:
             module.training = False
 
     def forward(self, micro_batch: MicroBatch, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
         """Loss sum and weight of one micro-batch (`data`: on the device) under the stream of its logical coordinate."""
+        self._start_micro_batch(micro_batch)
+        with self.computing():
+            return self._summed_loss(self.model, data)
+
+    def _start_micro_batch(self, micro_batch: MicroBatch) -> None:
         self._coordinate = (self.steps_done, micro_batch.index)
         self._calls.clear()
         seed_everything(seed_of(self.seed, "forward", *self._coordinate))
-        with compute_in(self.precision, self.device), attend_with(self.attention):
-            return self._summed_loss(self.model, data)
 
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
         with self._explaining():
@@ -369,14 +475,28 @@ class Engine:
             )
         return torch.zeros((), device=self.device), 0
 
-    def _seed_block(self, number: int) -> Callable[[nn.Module, Any], None]:
+    def _seed_module(self, number: int) -> Callable[[nn.Module, Any], None]:
         def seed(module: nn.Module, _: Any) -> None:
-            if module.training:
-                call = self._calls[number]  # a block that is called twice draws two masks
-                self._calls[number] += 1
-                seed_torch(seed_of(self.seed, "block", *self._coordinate, number, call))
+            if not module.training:
+                return
+            stream = torch.default_generator.initial_seed()
+            # torch.utils.checkpoint calls a module again in the backward pass, in the stream it was called in first.
+            if (again := self._streams.get((stream, number))) is not None and in_backward():
+                seed_torch(again)
+                return
+            call = self._calls[number]  # a module that is called twice draws two masks
+            self._calls[number] += 1
+            self._streams[stream, number] = own = seed_of(self.seed, "block", *self._coordinate, number, call)
+            seed_torch(own)
 
         return seed
+
+
+def batched(items: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
+    """Neighbours in groups of a size, the last one possibly smaller."""
+    following = iter(items)
+    while group := list(islice(following, size)):
+        yield group
 
 
 def _checked_pair(name: str, returned: Any) -> tuple[Any, Any]:

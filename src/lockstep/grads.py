@@ -19,19 +19,20 @@ def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def global_norm(
-    grads: Sequence[torch.Tensor], shard_group: dist.ProcessGroup | None, device: torch.device
+    grads: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> torch.Tensor:
-    """The 2-norm over all gradients of the model, equal on every rank."""
+    """The 2-norm over all gradients of the model, equal on every rank: `groups` together have each gradient once."""
     norm = torch.zeros((), device=device)
     if grads:
         # Of gradients in half precision too in fp32: what they are multiplied by is made of it.
         exact = max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
         norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(exact, torch.float32))
         norm = torch.linalg.vector_norm(torch.stack(norms))
-    if shard_group is None:
+    if not groups:
         return norm
     square = norm.square()
-    dist.all_reduce(square, group=shard_group)
+    for group in groups:
+        dist.all_reduce(square, group=group)
     return square.sqrt()
 
 

@@ -16,13 +16,14 @@ from lockstep.config import LaunchConfig, launch_config
 from lockstep.errors import UserError
 from lockstep.folder import RunFolder, choose_folder, create_folder, hold, settle_script_config
 from lockstep.layout import Layout
+from lockstep.recording import VerifySettings
 from lockstep.run import Run
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.device import choose_device
 from lockstep.runtime.place import Place, cpus_per_rank, find_place, place_of
 
 LAUNCH = "LOCKSTEP_LAUNCH"
-"""What Lockstep's launcher tells its workers: a JSON object with run_dir, attempt, resume and options."""
+"""What Lockstep's launcher tells its workers: a JSON object with run_dir, attempt, resume, options, perhaps verify."""
 
 
 def init(
@@ -79,7 +80,8 @@ def init(
     else:
         path, attempt = comm.once("run folder", choose)
         folder = RunFolder(Path(path), attempt)
-    return Run(comm, resolved, chosen, config, folder, resume=resume, launched=bool(launch), locks=locks)
+    verify = VerifySettings(**launch["verify"]) if "verify" in launch else None
+    return Run(comm, resolved, chosen, config, folder, resume=resume, launched=bool(launch), locks=locks, verify=verify)
 
 
 def _find_place(

@@ -18,7 +18,7 @@ AXIS_MEANING = {
     "tp": "parts of each matrix",
 }
 
-AVAILABLE_AXES = ("dp", "fsdp")
+AVAILABLE_AXES = ("pp", "dp", "fsdp")
 """The axes the parity tests cover; any other of a size above 1 is refused."""
 
 
@@ -69,7 +69,7 @@ class Layout:
             if axis not in AVAILABLE_AXES and (self.size(axis) > 1 or self.auto == axis):
                 raise UserError(
                     f"axis {axis} ({AXIS_MEANING[axis]}) is not available in this version",
-                    f"use {' and '.join(AVAILABLE_AXES)}, for example {_closest_layouts(self, world_size)[0]}",
+                    f"use {', '.join(AVAILABLE_AXES)}, for example {_closest_layouts(self, world_size)[0]}",
                 )
         layout = self
         if self.auto and world_size % self.world_size == 0:
@@ -139,9 +139,14 @@ def _are(count: int) -> str:
 
 def _closest_layouts(wanted: Layout, world_size: int) -> list[Layout]:
     """Up to three layouts that fit the world size, those most like the wanted one first."""
-    fitting = [Layout(dp=dp, fsdp=world_size // dp) for dp in range(1, world_size + 1) if world_size % dp == 0]
+    fitting = [
+        Layout(pp=pp, dp=dp, fsdp=world_size // (pp * dp))
+        for pp in range(1, world_size + 1)
+        for dp in range(1, world_size + 1)
+        if world_size % (pp * dp) == 0
+    ]
 
     def distance(layout: Layout) -> float:
         return sum(abs(math.log(layout.size(axis) / wanted.size(axis))) for axis in AVAILABLE_AXES)
 
-    return sorted(fitting, key=lambda layout: (distance(layout), layout.fsdp))[:3]
+    return sorted(fitting, key=lambda layout: (distance(layout), layout.pp, layout.fsdp))[:3]

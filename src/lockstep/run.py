@@ -21,18 +21,29 @@ from lockstep.checkpoint.format import checkpoints_folder, step_folder
 from lockstep.checkpoint.load import check_layout, load_shard
 from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
-from lockstep.checkpoint.state import engine_state, restore_engine, restore_model
+from lockstep.checkpoint.state import engine_state, merge_optimizers, restore_engine, restore_model
 from lockstep.config import (
     Attention,
     Compile,
     Format,
     LaunchConfig,
     NumericsConfig,
+    PipelineConfig,
     ShardConfig,
     numerics_config,
+    pipeline_config,
     shard_config,
 )
-from lockstep.data.loader import Collate, Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
+from lockstep.data.loader import (
+    Collate,
+    Loader,
+    MicroBatch,
+    Reading,
+    StepBatch,
+    dataset_size,
+    evaluation_batches,
+    first_micro_batch,
+)
 from lockstep.data.order import Order, Position
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
@@ -43,10 +54,13 @@ from lockstep.folder import RunFolder
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch
-from lockstep.parallel.apply import parallelize
+from lockstep.parallel.apply import Cutting, Look, check_goes_with_pipeline, parallelize, parallelize_pipeline
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
+from lockstep.parallel.timetable import check as check_timetable
+from lockstep.parallel.timetable import choose_micro_batch
 from lockstep.precision import check_can_compute
+from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
@@ -71,6 +85,7 @@ class Run:
         resume: str,
         launched: bool,
         locks: Sequence[IO[str]],
+        verify: VerifySettings | None = None,
     ) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
@@ -84,11 +99,13 @@ class Run:
         self._comm = comm
         self._config = config
         self._locks = locks
+        self._recorder = Recorder(verify, layout, comm.rank) if verify else None
         self._keep = 2
         self._loaders: dict[str, Loader] = {}
         self._progress: dict[str, dict[str, Any]] = {}
         self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
+        self._pipeline = PipelineConfig()
         self.saved_step = -1  # the last step that was saved here
         self._attention: str | None = None
         self._garbage: GarbageCollection | None = None
@@ -127,6 +144,7 @@ class Run:
         compile: Compile = "off",
         attention: Attention = "auto",
         shard: ShardConfig | Mapping[str, Any] | None = None,
+        pipeline: PipelineConfig | Mapping[str, Any] | None = None,
         batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
         init: Literal["auto", "by-name"] = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
@@ -136,7 +154,9 @@ class Run:
         `loss(model, batch)` returns (sum, weight): a sum over what counts, and how much counted; with
         `loss_reduction="mean"` the first is a mean. `optimizer` is called with this rank's (name, parameter) pairs.
         `schedule(step)` is the factor on the learning rate. docs/config.md explains the other arguments: they are
-        the config's keys of the same names.
+        the config's keys of the same names. What the command line says of `pipeline` wins.
+
+        The model of a pipeline is cut when the first samples are known, by `run.loader` or `run.evaluate`.
         """
         numerics, shard = numerics_config(numerics, precision), shard_config(shard)
         for name, value, choices in (
@@ -148,28 +168,22 @@ class Run:
         ):
             if value not in choices:
                 raise unknown(name, str(value), choices)
+        if self._recorder:
+            build_model = self._recorder.with_fewer_blocks(build_model)
+            plain = self._recorder.plain_numbers(precision, numerics, compile, batch_norm)
+            precision, numerics, compile, batch_norm = plain
         self._batch_norm = batch_norm
         self._compiles = compile != "off"
         self._comm.once("check the number formats", lambda: check_can_compute(precision, numerics, self.device.type))
         if compile != "off":
             check_compile(compile, self.layout, shard, numerics, batch_norm)
             keep_on_disk(cache_folder() / "compile")
-        self.status("building the model")
-        parallel = parallelize(
-            build_model,
-            self.layout,
-            self._comm,
-            self.device,
-            seed=self.seed,
-            init_by_name=init == "by-name",
-            recompute_blocks=recompute,
-            compile_=compile,
-            numerics=numerics,
-            shard_config=shard,
-            batch_norm=batch_norm,
+        self._pipeline = pipeline_config(
+            pipeline_config(pipeline).model_dump(exclude_unset=True)
+            | self._config.pipeline.model_dump(exclude_unset=True)
         )
-        self.engine = Engine(
-            parallel,
+        cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, batch_norm)
+        engine = self.engine = Engine(
             loss,
             optimizer,
             layout=self.layout,
@@ -188,11 +202,21 @@ class Run:
         )
         self._loaders.clear()
         self._progress.clear()
-        if self._start is not None:
-            self.journal.last_loss = float(self._start.index.get("loss", "NaN"))
-            self.status(f"loading {self._start.folder.name}")
-            restore_engine(self.engine, *load_shard(self._start.folder, self.layout.coordinate(self.rank)["fsdp"]))
-        return self.engine
+        where = (self.layout, self._comm, self.device, cutting, self.seed)
+
+        def prepare(look: Look) -> None:
+            self.status("looking at the model, to cut it into stages")
+            engine.attach(parallelize_pipeline(build_model, look, *where))
+            self._restore(engine)
+
+        if self.layout.pp > 1:
+            check_goes_with_pipeline(self.layout, cutting)
+            engine.when_data_is_known(prepare)
+        else:
+            self.status("building the model")
+            engine.attach(parallelize(build_model, *where))
+            self._restore(engine)
+        return engine
 
     def loader(
         self,
@@ -223,15 +247,20 @@ class Run:
                 f"the loader {name!r} of this run exists already",
                 "make it once, before the loop, with epochs=...; a second dataset needs a name of its own",
             )
+        if self._recorder:
+            micro_batch = self._recorder.micro_batch(name, micro_batch)
         steps = self._config.steps or steps
         if epochs is None and steps is None:
             epochs = 1
         saved = self._saved_progress(name, dataset, global_batch, shuffle)
-        chosen = saved.get("micro_batch") or micro_batch or -(-global_batch // self.layout.data_size)
+        chosen = saved.get("micro_batch") or micro_batch or self._default_micro_batch(global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         reading = self._reading(workers, prefetch, persistent, collate)
+        if self.layout.pp > 1:
+            self._check_micro_batches(global_batch, chosen, micro_batch)
+            self._show_first(dataset, order, collate)
         if not saved and micro_batch is None:
-            if self.engine is not None and not isinstance(dataset, IterableDataset):
+            if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
                 self.status("measuring how many samples one forward can hold")
                 order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
             self.journal.emit("config", micro_batch=order.micro_batch)
@@ -314,7 +343,7 @@ class Run:
         self._comm.once("check the best checkpoint", lambda: str(check_whole(folder)))
         check_layout(folder, self.layout)
         engine.rest()
-        restore_model(engine, load_shard(folder, self.layout.coordinate(self.rank)["fsdp"])[0])
+        restore_model(engine, load_shard(folder, self._shard_number)[0])
         return self.best[0]
 
     def save(self, best_loss: float | None = None) -> None:
@@ -323,11 +352,14 @@ class Run:
         engine.check_last_gradient()
         started = time.monotonic()
         tensors, meta = engine_state(engine)
+        if self.layout.pp > 1:
+            meta["optimizer"] = merge_optimizers(self._comm.gather(meta["optimizer"]))
         meta["seed"] = self.seed
         meta["loaders"] = self._progress
         meta["loss"] = without_non_finite(self.journal.last_loss)
         at = self.layout.coordinate(self.rank)
-        size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=at["fsdp"], writes=at["dp"] == 0)
+        shard, writes = self._shard_number, at["dp"] == 0
+        size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=shard, writes=writes)
         step = self.saved_step = engine.steps_done
         if best_loss is not None:
             self.best = (step, best_loss)
@@ -408,6 +440,42 @@ class Run:
 
     # Inside -------------------------------------------------------------------------------------------------------
 
+    def _restore(self, engine: Engine) -> None:
+        """Load the run's checkpoint, if it goes on from one."""
+        if self._start is not None:
+            self.journal.last_loss = float(self._start.index.get("loss", "NaN"))
+            self.status(f"loading {self._start.folder.name}")
+            restore_engine(engine, *load_shard(self._start.folder, self._shard_number))
+
+    @property
+    def _shard_number(self) -> int:
+        """Which of a checkpoint's shards is this rank's."""
+        at = self.layout.coordinate(self.rank)
+        return at["pp"] * self.layout.fsdp + at["fsdp"]
+
+    def _default_micro_batch(self, global_batch: int) -> int:
+        if self.layout.pp > 1:
+            return choose_micro_batch(self._pipeline, self.layout.pp, global_batch, self.layout.data_size)
+        return -(-global_batch // self.layout.data_size)
+
+    def _check_micro_batches(self, global_batch: int, micro_batch: int, told: int | None) -> None:
+        """Refuse a number of micro-batches that the pipeline's schedule cannot take."""
+        wanted = self._pipeline.micro_batches
+        fewest, most = divmod(-(-global_batch // micro_batch), self.layout.data_size)
+        if told is not None and wanted is not None and wanted != fewest:
+            raise UserError(
+                f"pipeline.micro_batches is {wanted}, and micro_batch {told} makes {fewest} of a step's samples",
+                "say one of them",
+            )
+        check_timetable(self._pipeline.schedule, self.layout.pp, self._pipeline.per_rank, fewest + bool(most))
+        check_timetable(self._pipeline.schedule, self.layout.pp, self._pipeline.per_rank, fewest)
+
+    def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
+        """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
+        engine = self._need_engine("loader")
+        if not engine.is_ready:
+            engine.see(first_micro_batch(dataset, order, collate))
+
     @property
     def _steps_done(self) -> int:
         return self.engine.steps_done if self.engine else 0
@@ -429,6 +497,7 @@ class Run:
         chosen = micro_batch or (train.order.micro_batch if train else 32)
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         reading = self._reading(workers, 2, False, collate)
+        self._show_first(dataset, order, collate)
         read: list[int] = []
 
         def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -439,7 +508,7 @@ class Run:
         results = engine.evaluate(counted(evaluation_batches(dataset, order, reading)), metrics)
         if perplexity:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
-        return results, int(self._comm.sum([float(sum(read))])[0])
+        return results, int(self._comm.sum_over_data([float(sum(read))])[0])
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         # Not when the loader hands a batch out: a save before its step must not count it.
@@ -451,6 +520,10 @@ class Run:
         if result.skipped and result.weight > 0:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
             self.message(f"the gradients of {at}: the step is skipped, the scale halved")
+        if self._recorder and self._recorder.step(result, batch, self._loaders[batch.loader]):
+            self._comm.barrier()  # nobody leaves while another one still gathers tensors
+            self.leave()
+            raise SystemExit(0)
 
     def _record_progress(self, loader: Loader, position: Position, steps_done: int) -> None:
         self._progress[loader.name] = {
@@ -481,6 +554,8 @@ class Run:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
                 self.message(line)
+            if self._recorder:
+                self._recorder.begin(engine)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
         for request, reason, code in (("interrupt", "interrupted", 130), ("terminate", "terminated", 75)):

@@ -19,7 +19,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
     """This rank's tensors (its shards, where the model is sharded) and the JSON part."""
     engine.rest()
     tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
-    tensors |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
+    tensors |= {f"buffer/{name}": tensor for name, tensor in engine.buffers}
     values: dict[str, Any] = {}
     for name, parameter in _trained(engine):
         for key, value in engine.optimizer.state.get(parameter, {}).items():
@@ -31,7 +31,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
     names = {id(parameter): name for name, parameter in _trained(engine)}
     groups = [
         {
-            "parameters": [names[id(parameter)] for parameter in group["params"]],
+            "parameters": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             "options": {key: value for key, value in group.items() if _is_option(key, value)},
         }
         for group in engine.optimizer.param_groups
@@ -44,6 +44,16 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
         "attention": None if engine.measures_attention else engine.attention or "as torch chooses",
         "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
     }
+
+
+def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON part of one optimizer, from those of all ranks of a pipeline: each knows its own parameters."""
+    values = {name: state for part in parts for name, state in part["values"].items()}
+    groups = []
+    for alike in zip(*(part["groups"] for part in parts), strict=True):
+        names = dict.fromkeys(name for group in alike for name in group["parameters"])
+        groups.append({"parameters": list(names), "options": alike[0]["options"]})
+    return {"values": values, "groups": groups}
 
 
 @torch.no_grad()
@@ -91,7 +101,7 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
 def restore_model(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
     """Put a checkpoint's weights and buffers into an engine of the same model and sharding, and nothing else."""
     targets = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
-    targets |= {f"buffer/{name}": tensor for name, tensor in engine.model.named_buffers()}
+    targets |= {f"buffer/{name}": tensor for name, tensor in engine.buffers}
     _refuse_other_names(set(targets), {name for name in tensors if not name.startswith("optimizer")})
     for name, target in targets.items():
         if target.shape != tensors[name].shape or target.dtype != tensors[name].dtype:
@@ -109,8 +119,9 @@ def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _restore_groups(engine: Engine, groups: list[dict[str, Any]], parameters: dict[str, torch.nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    current = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
-    if current != [group["parameters"] for group in groups]:
+    current = [[names[id(p)] for p in group["params"] if id(p) in names] for group in engine.optimizer.param_groups]
+    here = set(names.values())
+    if current != [[name for name in group["parameters"] if name in here] for group in groups]:
         raise UserError(
             "the optimizer's parameter groups are not those of the checkpoint",
             "build the optimizer as before, or start anew with --resume never",

@@ -9,6 +9,7 @@ import typer
 from lockstep.cli.fetch import fetch_command
 from lockstep.cli.run import run_command
 from lockstep.cli.train import train_command
+from lockstep.cli.verify import verify_command
 from lockstep.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
+app.command("verify")(verify_command)
 app.command("fetch")(fetch_command)
 
 

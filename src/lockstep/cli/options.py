@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config import LaunchConfig
+    from lockstep.config import LaunchConfig, Layer
     from lockstep.folder import RunFolder
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
@@ -34,6 +34,18 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Resolve, check and prin
 def given(**options: Any) -> dict[str, Any]:
     """The options the user really gave."""
     return {key: value for key, value in options.items() if value is not None}
+
+
+def named_layer(what: str | None) -> list[Layer]:
+    """The config values that naming a recipe or a TOML file gives."""
+    from lockstep.config import Layer
+    from lockstep.toml import read_toml
+
+    if what is None:
+        return []
+    if what.endswith(".toml"):
+        return [Layer(what, {"name": Path(what).stem, **read_toml(Path(what))})]
+    return [Layer("the command line", {"recipe": what})]
 
 
 def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str, str | None]:
@@ -130,7 +142,8 @@ def train_in(
         finally:
             console.close()
     if outcome.text:
-        print(f"lockstep: {outcome.text}", file=sys.stderr)
+        log = f"\n  log: {outcome.log}" if outcome.log else ""
+        print(f"lockstep: {outcome.text}{log}", file=sys.stderr)
     return outcome.code
 
 

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -50,7 +50,7 @@ def train_command(
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
     resolved = cfg.resolve(
         [
-            *_named_layer(what),
+            *opt.named_layer(what),
             cfg.Layer("the command line", told),
             cfg.Layer("--set", cfg.parse_assignments(set_ or [])),
         ]
@@ -97,17 +97,6 @@ def _list_recipes() -> int:
     for recipe in RECIPES.values():
         print(f"{recipe.name:10} {recipe.summary}")
     return 0
-
-
-def _named_layer(what: str | None) -> list[Any]:
-    from lockstep.config import Layer
-    from lockstep.toml import read_toml
-
-    if what is None:
-        return []
-    if what.endswith(".toml"):
-        return [Layer(what, {"name": Path(what).stem, **read_toml(Path(what))})]
-    return [Layer("the command line", {"recipe": what})]
 
 
 def _check_with_torch(resolved: Resolved, device: str) -> int:

@@ -210,6 +210,20 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
     return iter(loader)
 
 
+def first_micro_batch(dataset: Any, order: Order, collate: Collate) -> Any:
+    """The collated samples of a training's first micro-batch, the same on every rank; nothing is consumed."""
+    if isinstance(dataset, IterableDataset):
+        with _kept_random_state():
+            samples = list(islice(_stream_epoch(dataset, order.seed, 0), order.micro_batch))
+            if not samples:
+                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
+            return collate(samples)
+    whole = replace(order, data_rank=0, data_size=1, equal_counts=False)
+    plan = next(whole.steps(Position()))
+    reader = _StepReader(dataset, whole, collate)
+    return reader[replace(plan, micro_batches=plan.micro_batches[:1])].micro_batches[0].data
+
+
 @dataclass(frozen=True)
 class _StreamSteps(IterableDataset[StepBatch]):
     """Steps of a stream. Every rank reads all of it and keeps its own micro-batches: each sample is used once."""

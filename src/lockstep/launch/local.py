@@ -30,18 +30,28 @@ CONSEQUENCE = re.compile(r"connection (was )?(closed|reset|refused)|timed out wa
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended: the exit code, and what to say when it is not 0."""
+    """How a launch ended: the exit code, and when it is not 0 what to say, and the log of who is to blame."""
 
     code: int
     text: str = ""
+    log: Path | None = None
 
 
 def launch(
-    worker: list[str], nproc: int, folder: RunFolder, console: Console, *, options: dict[str, Any], resume: str
+    worker: list[str],
+    nproc: int,
+    folder: RunFolder,
+    console: Console,
+    *,
+    options: dict[str, Any],
+    resume: str,
+    verify: dict[str, Any] | None = None,
 ) -> Outcome:
     """Start `nproc` workers, show their events and rank 0's output, and wait for the end."""
     console.handle({"kind": "status", "text": f"starting {nproc} process{'es' if nproc > 1 else ''}"})
     told = {"run_dir": str(folder.path), "attempt": folder.attempt, "resume": resume, "options": options}
+    if verify is not None:
+        told["verify"] = verify
     os.environ.update(
         LOCKSTEP_LAUNCH=json.dumps(told),
         LOCKSTEP_RUN_DIR=str(folder.path),
@@ -120,12 +130,12 @@ def _verdict(failures: dict[int, Any], folder: RunFolder) -> Outcome:
     if not isinstance(failure.message, dict):
         signal_name = failure.signal_name()
         how = f"was killed by {signal_name}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"
-        return Outcome(1, f"rank {rank} {how}\n  log: {log}")
+        return Outcome(1, f"rank {rank} {how}", log)
     message = str(failure.message.get("message", ""))
     if message.startswith("UserError: "):
         return Outcome(2, message.removeprefix("UserError: "))
     where = _user_frame(failure.message.get("extraInfo", {}).get("py_callstack", ""))
-    return Outcome(1, f"rank {rank} failed: {message}\n{where}  log: {log}")
+    return Outcome(1, f"rank {rank} failed: {message}{where}", log)
 
 
 def _user_frame(traceback: str) -> str:
@@ -133,7 +143,7 @@ def _user_frame(traceback: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', traceback)
     package = str(Path(__file__).parent.parent)
     own = [f for f in frames if "site-packages" not in f[0] and not f[0].startswith((package, "<", sys.base_prefix))]
-    return f"  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}\n" if own else ""
+    return f"\n  at {own[-1][0]}:{own[-1][1]} in {own[-1][2]}" if own else ""
 
 
 def _show_events(folder: RunFolder, console: Console, ended: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The one place that knows the order of cutting: formats, compile, recompute, shard or replicate, materialise.
+"""The one place that knows the order of cutting: stages, formats, compile, recompute, shard or replicate, materialise.
 
 A block recomputes its compiled forward. The other way round torch would have to compile the recomputation, which it
 does for plain blocks only.
@@ -6,27 +6,38 @@ does for plain blocks only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.config import Compile, NumericsConfig, ShardConfig
+from lockstep.config import Compile, NumericsConfig, PipelineConfig, ShardConfig
+from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.modelplan import find_blocks
+from lockstep.modelplan import ModelPlan, find_blocks, seed_points
 from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.parallel.compile import check_compilable, compile_blocks
+from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
-from lockstep.parallel.materialise import build_initial
+from lockstep.parallel.links import Links
+from lockstep.parallel.materialise import build_initial, fill, fill_buffers, materialise
+from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.planning import plan_pipeline
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import GradientBuckets
-from lockstep.parallel.shard import ShardedGradients, shard
+from lockstep.parallel.shard import ShardedGradients, shard, sharding_units
+from lockstep.parallel.stage import Stage, cut_model
 from lockstep.parallel.statistics import RunningStatistics
+from lockstep.parallel.ties import Tie, add_up, copy_to_all
+from lockstep.parallel.timetable import SPLITS_BACKWARD, stages_of
 from lockstep.parallel.zero1 import ShardedOptimizer
 from lockstep.runtime.comm import Comm
+
+Look = Callable[[nn.Module], Any]
+"""Runs the user's loss function once, on a model without data and the first samples."""
 
 
 class GradientSync(Protocol):
@@ -49,20 +60,42 @@ class GradientSync(Protocol):
 
 
 @dataclass(frozen=True)
+class Cutting:
+    """How a model is cut and what it computes in: the arguments of `run.setup` that have to do with it."""
+
+    init_by_name: bool
+    recompute: bool
+    compile: Compile
+    numerics: NumericsConfig
+    shard: ShardConfig
+    pipeline: PipelineConfig
+    batch_norm: Literal["micro-batch", "sync"]
+
+
+@dataclass(frozen=True)
 class ParallelModel:
     """A model that was cut for this rank, and what the engine needs to know of the cut.
 
-    `parameters` is what this rank holds of every parameter: the optimizer works on it, and checkpoints keep it.
-    `together` says why every rank has to do every forward and backward, where they have to.
+    `models` is the model, or one for each stage of a pipeline that this rank has, `seeded` their modules with a random
+    stream of their own. `parameters` is what this rank holds
+    of every parameter: the optimizer works on it, and checkpoints keep it. `counted` are those that enter the gradient
+    norm here, summed over `norm_groups`: each parameter once. `together` says why every rank has to do every forward
+    and backward, where they have to.
     """
 
-    model: nn.Module
-    blocks: list[tuple[str, nn.Module]]
+    models: list[nn.Module]
+    blocks: list[str]
+    seeded: list[list[nn.Module]]
     parameters: list[tuple[str, nn.Parameter]]
+    buffers: list[tuple[str, torch.Tensor]]
     gradients: GradientSync
     statistics: RunningStatistics
-    shard_group: dist.ProcessGroup | None
+    counted: list[nn.Parameter]
+    norm_groups: list[dist.ProcessGroup]
+    is_sharded: bool
     together: str | None
+    pipeline: Pipeline | None = None
+    skeleton: nn.Module | None = None
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -71,65 +104,263 @@ class ParallelModel:
 
 
 def parallelize(
-    build_model: Callable[[], nn.Module],
-    layout: Layout,
-    comm: Comm,
-    device: torch.device,
-    *,
-    seed: int,
-    init_by_name: bool = False,
-    recompute_blocks: bool = False,
-    compile_: Compile = "off",
-    numerics: NumericsConfig | None = None,
-    shard_config: ShardConfig | None = None,
-    batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
+    build_model: Callable[[], nn.Module], layout: Layout, comm: Comm, device: torch.device, cutting: Cutting, seed: int
 ) -> ParallelModel:
-    """Build the model as if on one device and cut it for this rank's place on the mesh."""
-    numerics, shard_config = numerics or NumericsConfig(), shard_config or ShardConfig()
-    fully_sharded = layout.fsdp > 1 and shard_config.level != "zero1"
+    """Build the model as if on one device and cut it for this rank's place on the mesh, which has no pipeline."""
+    numerics = cutting.numerics
+    fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
     blocks: list[tuple[str, nn.Module]] = []
+    seeded: list[nn.Module] = []
     sharded: list[ShardedGradients] = []
     synchronised: list[SyncBatchNorms] = []
 
     def cut(model: nn.Module) -> None:
-        check_compilable(compile_, model, recompute_blocks)
+        check_compilable(cutting.compile, model, cutting.recompute)
         store_in(model, numerics)
         blocks.extend(find_blocks(model))
-        if batch_norm == "sync" and comm.world_size > 1:
+        if cutting.batch_norm == "sync" and comm.world_size > 1:
             synchronised.append(SyncBatchNorms(model, comm))
         if (computed_with := numerics.param_dtype or numerics.storage_dtype) != "fp32":
             accept_rounded(model, computed_with, device)
         if numerics.param_dtype is not None and not fully_sharded:  # else shards are gathered in it
             compute_with(model, blocks, numerics.param_dtype)
-        if compile_ == "blocks":
-            compile_blocks([block for _, block in blocks])
-        if recompute_blocks:
-            for _, block in blocks or [("", model)]:
-                recompute(block)
+        modules = [block for _, block in blocks]
+        seeded.extend(seed_points(model, modules))
+        change_forwards(cutting, modules, modules or [model])
         if fully_sharded:
-            sharded.append(shard(model, [block for _, block in blocks], comm, shard_config, numerics))
+            units = sharding_units(model, modules, cutting.shard)
+            sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
-    model = build_initial(build_model, cut, comm=comm, device=device, seed=seed, by_name=init_by_name)
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
     gradients: GradientSync
     if sharded:
         gradients = sharded[0]
-    elif layout.fsdp > 1:
-        gradients = optimizer = ShardedOptimizer(model, comm, numerics.reduce_dtype)
-        parameters = list(optimizer.rows.items())
-    elif (replicas := comm.group("dp")) is not None:
-        gradients = GradientBuckets(parameters, replicas, comm, numerics.reduce_dtype)
     else:
-        gradients = LocalGradients(model)
+        gradients, parameters = whole_gradients(parameters, layout, comm, numerics)
     return ParallelModel(
-        model,
-        blocks,
+        [model],
+        [name for name, _ in blocks],
+        [seeded],
         parameters,
+        list(model.named_buffers()),
         gradients,
-        RunningStatistics(model, comm, synchronised[0] if synchronised else None),
-        comm.group("fsdp"),
+        RunningStatistics(model.named_modules(), comm, sync=synchronised[0] if synchronised else None),
+        [parameter for _, parameter in parameters],
+        [group for axis in ("fsdp",) if (group := comm.group(axis)) is not None],
+        layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a synchronised BatchNorm" if synchronised else None,
     )
+
+
+def parallelize_pipeline(
+    build_model: Callable[[], nn.Module],
+    look: Look,
+    layout: Layout,
+    comm: Comm,
+    device: torch.device,
+    cutting: Cutting,
+    seed: int,
+) -> ParallelModel:
+    """Build the model as if on one device, look at its forward, and cut it into the stages of this rank."""
+    check_goes_with_pipeline(layout, cutting)
+    numerics, config = cutting.numerics, cutting.pipeline
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    fill_buffers(built)
+    store_in(built.model, numerics)
+    plan, skeleton = plan_pipeline(built.model, look, layout.pp, config, comm, device)
+    rank = layout.coordinate(comm.rank)["pp"]
+    links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
+    fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
+    sharding = cutting.shard
+    if config.schedule in SPLITS_BACKWARD:
+        # The second half of a backward pass reads the weights again, when torch has given them back already.
+        sharding = sharding.model_copy(update={"level": "zero2"})
+
+    stages: list[Stage] = []
+    seeded: list[list[nn.Module]] = []
+    sharded: list[ShardedGradients] = []
+    taken: dict[int, nn.Parameter] = {}
+    for number in stages_of(config.schedule, layout.pp, config.per_rank)[rank]:
+        owned = {name for name, users in plan.users.items() if number in users}
+        buffers = {name for name, users in plan.buffer_users.items() if number in users}
+        model = cut_model(built.model, owned, buffers, device, {} if fully_sharded else taken)
+        if numerics.storage_dtype != "fp32":
+            accept_rounded(model, numerics.storage_dtype, device)
+        # Before sharding, which gives modules other classes.
+        seeded.append(seed_points(model, [block for _, block in find_blocks(model)]))
+        first, end = plan.cuts[number], plan.cuts[number + 1]
+        own = [model.get_submodule(part.name) for part in plan.parts[first:end]]
+        blocks = [module for module, part in zip(own, plan.parts[first:end], strict=True) if part.is_block]
+        change_forwards(cutting, blocks, blocks or own)
+        stage = Stage(model, [part.name for part in plan.parts], number, first, end)
+        if fully_sharded:
+            units = sharding_units(stage, blocks, sharding)
+            without_data = [parameter for parameter in stage.parameters() if is_fake(parameter)]
+            sharded.append(shard(stage, units, comm, sharding, numerics, without_data))
+        stages.append(stage)
+
+    held: dict[str, list[nn.Parameter]] = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            if stage.number in plan.users[name] and not any(parameter is one for one in held.get(name, [])):
+                held.setdefault(name, []).append(parameter)
+    if built.tensors is not None:
+        for number in range(max(map(len, held.values()))):
+            fill(((name, copies[number]) for name, copies in held.items() if number < len(copies)), built.tensors(None))
+    for stage in stages:
+        stage.wire()
+    pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links)
+    parameters = [(name, copies[0]) for name, copies in held.items()]
+    inner: list[GradientSync] = list(sharded)
+    if not sharded:
+        one, parameters = whole_gradients(parameters, layout, comm, numerics)
+        inner = [one]
+    return ParallelModel(
+        [stage.model for stage in stages],
+        [part.name for part in plan.parts if part.is_block],
+        seeded,
+        parameters,
+        _own_buffers(plan, stages),
+        PipelineGradients(inner, _ties(pipeline, dict(parameters), held, comm)),
+        RunningStatistics(_own_modules(plan, stages), comm, comm.data_group()),
+        [parameter for name, parameter in parameters if pipeline.rank_of[plan.users[name][0]] == rank],
+        [group for axis in ("fsdp", "pp") if (group := comm.group(axis)) is not None],
+        layout.fsdp > 1,
+        "a sharded layout" if layout.fsdp > 1 else "a pipeline",
+        pipeline,
+        skeleton,
+    )
+
+
+def check_goes_with_pipeline(layout: Layout, cutting: Cutting) -> None:
+    """Refuse what a pipeline cannot do, before anything is built."""
+    stages_of(cutting.pipeline.schedule, layout.pp, cutting.pipeline.per_rank)
+    if cutting.compile == "model":
+        raise UserError(
+            "compile = model does not go with a pipeline, which leaves the model half-way", "use compile = blocks"
+        )
+    if cutting.batch_norm == "sync":
+        raise UserError("batch_norm = sync does not go with a pipeline", "use batch_norm = micro-batch, or no pp axis")
+    sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
+    if cutting.numerics.param_dtype is not None and not sharded:
+        raise UserError(
+            "numerics.param_dtype goes with a pipeline only where fsdp shards the weights",
+            "use precision = bf16 alone, or numerics.storage_dtype, or an fsdp axis with shard.level zero2 or zero3",
+        )
+    if sharded and cutting.shard.units == "size":
+        raise UserError("shard.units = size does not go with a pipeline", "use shard.units = auto")
+
+
+def _own_modules(plan: ModelPlan, stages: list[Stage]) -> list[tuple[str, nn.Module]]:
+    """The modules inside the parts that this rank computes."""
+    return [
+        (f"{part.name}.{name}".rstrip("."), module)
+        for stage in stages
+        for part in plan.parts[stage.first : stage.end]
+        for name, module in stage.model.get_submodule(part.name).named_modules()
+    ]
+
+
+def _own_buffers(plan: ModelPlan, stages: list[Stage]) -> list[tuple[str, torch.Tensor]]:
+    """The buffers this rank saves: each is the matter of the first stage that has it."""
+    return [
+        (name, buffer)
+        for stage in stages
+        for name, buffer in stage.model.named_buffers()
+        if plan.buffer_users[name][0] == stage.number
+    ]
+
+
+def _ties(
+    pipeline: Pipeline, trained: dict[str, nn.Parameter], held: dict[str, list[nn.Parameter]], comm: Comm
+) -> list[Tie]:
+    """The parameters of this rank that other stages have too."""
+    ranks_of = {name: sorted({pipeline.rank_of[s] for s in users}) for name, users in pipeline.plan.users.items()}
+    together = sorted({tuple(ranks) for ranks in ranks_of.values() if len(ranks) > 1})
+    groups = {ranks: comm.groups_of(ranks) for ranks in together}
+    return [
+        Tie(name, trained[name], held[name][1:], groups.get(tuple(ranks_of[name])))
+        for name in held
+        if len(ranks_of[name]) > 1 or len(held[name]) > 1
+    ]
+
+
+def change_forwards(cutting: Cutting, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module]) -> None:
+    """Compile the blocks and let modules recompute themselves, where that was asked for."""
+    if cutting.compile == "blocks":
+        compile_blocks(list(blocks))
+    if cutting.recompute:
+        for module in recomputed:
+            recompute(module)
+
+
+def whole_gradients(
+    parameters: list[tuple[str, nn.Parameter]], layout: Layout, comm: Comm, numerics: NumericsConfig
+) -> tuple[GradientSync, list[tuple[str, nn.Parameter]]]:
+    """How gradients of parameters that every data rank holds whole come together, and what the optimizer works on."""
+    if layout.fsdp > 1:
+        optimizer = ShardedOptimizer(parameters, comm, numerics.reduce_dtype)
+        return optimizer, list(optimizer.rows.items())
+    if (replicas := comm.group("dp")) is not None:
+        return GradientBuckets(parameters, replicas, comm, numerics.reduce_dtype), parameters
+    return LocalGradients([parameter for _, parameter in parameters]), parameters
+
+
+class PipelineGradients:
+    """The gradients of the stages of one rank: reduced after the last of their backward passes, and ties added up."""
+
+    counts_unused = False
+
+    def __init__(self, stages: list[GradientSync], ties: list[Tie]) -> None:
+        self._stages = stages
+        self._ties = ties
+
+    def rest(self) -> None:
+        """Every stage as it is between steps."""
+        for stage in self._stages:
+            stage.rest()
+
+    def begin(self) -> None:
+        """Start a step."""
+        for stage in self._stages:
+            stage.begin()
+
+    def before_backward(self, last: bool) -> None:  # noqa: ARG002 - of one stage it may be
+        """Nothing is summed before all of them are done: the stages of a pipeline end at different times."""
+        for stage in self._stages:
+            stage.before_backward(False)
+
+    def unused(self) -> int:
+        """How many parameters got no gradient on this rank in this step."""
+        return sum(stage.unused() for stage in self._stages)
+
+    def wait(self) -> bool:
+        """Sum over the data ranks, now."""
+        for stage in self._stages:
+            if isinstance(stage, ShardedGradients):
+                stage.reduce()
+        found = [stage.wait() for stage in self._stages]
+        return any(found)
+
+    def finish(self, somebody_has_unused: bool) -> None:
+        """Make the sums this step's gradients, those of tied parameters over their stages too."""
+        for stage in self._stages:
+            stage.finish(somebody_has_unused)
+        add_up(self._ties)
+
+    def updated(self) -> None:
+        """The optimizer has changed what this rank has of the parameters."""
+        for stage in self._stages:
+            stage.updated()
+        copy_to_all(self._ties)
+
+    def restored(self) -> None:
+        """A checkpoint has."""
+        for stage in self._stages:
+            stage.restored()
+        copy_to_all(self._ties)
 
 
 class LocalGradients:
@@ -137,15 +368,16 @@ class LocalGradients:
 
     counts_unused = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
 
     def rest(self) -> None:
         """Nothing to give back."""
 
     def begin(self) -> None:
         """Start a step: no gradients."""
-        self._model.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def before_backward(self, last: bool) -> None:
         """Nothing to prepare."""

@@ -7,7 +7,8 @@ built on the meta device, or with `init = "by-name"`, has each module initialise
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,27 @@ BUILD_EVERYWHERE_BYTES = 1 << 30
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class Built:
+    """A model as one device would build it. One without storage has its initial values somewhere else, still.
+
+    `tensors(names)` gives the full initial tensors of these names (None: of all), one at a time; every rank calls it.
+    """
+
+    model: nn.Module
+    tensors: Callable[[Collection[str] | None], Tensors] | None
+
+
 def build_initial(
     build_model: Callable[[], nn.Module],
-    cut: Callable[[nn.Module], None],
     *,
     comm: Comm,
     device: torch.device,
     seed: int,
     by_name: bool = False,
     everywhere_bytes: int = BUILD_EVERYWHERE_BYTES,
-) -> nn.Module:
-    """Build the model, `cut` it, and give it the weights one device would have given it."""
+) -> Built:
+    """Build the model under the run's seed: in the memory of the host, or without storage where it is too large."""
 
     def build(on: str) -> nn.Module:
         seed_host(seed_of(seed, "init"))
@@ -53,20 +64,34 @@ def build_initial(
     size, on_meta = comm.once("build the model", build_first)
     model = built[0] if built else None
     if on_meta:
-        model = model or build("meta")
-        cut_on_meta(model, cut, device)
-        fill(model, initialise_by_name(build("meta"), seed))
-    elif size <= everywhere_bytes or comm.world_size == 1:
+        return Built(model or build("meta"), lambda names: _only(initialise_by_name(build("meta"), seed), names))
+    if size <= everywhere_bytes or comm.world_size == 1:
         model = model or build("cpu")
         _check_equal(model, comm)
-        model.to(device)
-        cut(model)
+        return Built(model, None)
+    source = dict(named_tensors(model)) if model is not None else None
+    return Built(build("meta"), lambda names: _sent_by_rank_0(build("meta"), source, device, names))
+
+
+def materialise(built: Built, cut: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+    """`cut` the model and give it its initial values on the device."""
+    if built.tensors is None:
+        built.model.to(device)
+        cut(built.model)
     else:
-        source = dict(named_tensors(model)) if model is not None else None
-        model = build("meta")
-        cut_on_meta(model, cut, device)
-        fill(model, _sent_by_rank_0(build("meta"), source, device))
-    return model
+        cut_on_meta(built.model, cut, device)
+        fill(named_tensors(built.model), built.tensors(None))
+    return built.model
+
+
+def fill_buffers(built: Built) -> None:
+    """Give the buffers of a model without storage their values, and only them."""
+    if built.tensors is None:
+        return
+    names = [name for name, _ in built.model.named_buffers()]
+    for name, tensor in built.tensors(names):
+        owner, _, leaf = name.rpartition(".")
+        built.model.get_submodule(owner)._buffers[leaf] = tensor
 
 
 def cut_on_meta(model: nn.Module, cut: Callable[[nn.Module], None], device: torch.device) -> None:
@@ -84,13 +109,13 @@ def named_tensors(model: nn.Module) -> Tensors:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Tensors) -> None:
-    """Copy full tensors into the model, each rank keeping its own slice."""
-    targets = dict(named_tensors(model))
+def fill(stored: Iterable[tuple[str, torch.Tensor]], tensors: Tensors) -> None:
+    """Copy full tensors into what is stored under their names, each rank keeping its own slice."""
+    targets = dict(stored)
     for name, full in tensors:
         target = targets.pop(name, None)
         if target is None:
-            continue  # a second name of a tied weight
+            continue  # a second name of a tied weight, or of another stage
         if isinstance(target, DTensor):
             placed = distribute_tensor(
                 full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
@@ -167,13 +192,24 @@ def _is_poisoned(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool and tensor.numel() > 0 and bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
-def _sent_by_rank_0(skeleton: nn.Module, source: dict[str, torch.Tensor] | None, device: torch.device) -> Tensors:
+def _sent_by_rank_0(
+    skeleton: nn.Module,
+    source: dict[str, torch.Tensor] | None,
+    device: torch.device,
+    names: Collection[str] | None,
+) -> Tensors:
     """The full tensors of rank 0's model on every rank, one at a time, so that no rank ever holds two."""
     for name, shape in named_tensors(skeleton):
+        if names is not None and name not in names:
+            continue
         full = torch.empty_like(shape, device=device) if source is None else source[name].detach().to(device)
         full = full.contiguous()
         dist.broadcast(full, src=0)
         yield name, full
+
+
+def _only(tensors: Tensors, names: Collection[str] | None) -> Tensors:
+    return (one for one in tensors if names is None or one[0] in names)
 
 
 def _check_equal(model: nn.Module, comm: Comm) -> None:

@@ -114,7 +114,7 @@ class GradientBuckets:
 
     def _drop_unused_gradients(self) -> None:
         """A parameter used on no rank has no gradient, as in one process: the optimizer must leave it alone."""
-        users = self._comm.sum([float(used) for used in self._used])
+        users = self._comm.sum_over_data([float(used) for used in self._used])
         for parameter, ranks in zip(self._names, users, strict=True):
             if not ranks:
                 parameter.grad = None

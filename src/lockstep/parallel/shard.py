@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,26 +29,41 @@ READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def shard(
-    model: nn.Module, blocks: Sequence[nn.Module], comm: Comm, config: ShardConfig, numerics: NumericsConfig
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    comm: Comm,
+    config: ShardConfig,
+    numerics: NumericsConfig,
+    without_data: Collection[nn.Parameter] = (),
 ) -> ShardedGradients:
-    """Shard every unit and the rest of the model over the mesh's fsdp axis, replicated over dp where there is one."""
-    refuse_unshardable(model)
+    """Shard every unit and the rest of the root over the mesh's fsdp axis, replicated over dp where there is one.
+
+    `without_data` are parameters of other stages of a pipeline, which are left alone.
+    """
+    refuse_unshardable(root.named_parameters())
     # What it warns of is an error here, see before_backward.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = data_mesh(comm)
     # None leaves the decision to torch: all units but the root give their parameters back after the forward.
     reshard = False if config.level == "zero2" else None
-    for unit in [*sharding_units(model, blocks, config), model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=_policy(unit, numerics))
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
+    ignored = set(without_data)
+    for unit in [*units, root]:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=_policy(unit, numerics),
+            ignored_params=ignored or None,
+        )
+    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    for unit in sharded:
         # Order matters on gloo, which knows no pre-multiplied sum.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
         if REDUCES_UNUSED:
             unit.set_reduce_scatter_unused_params(True)
-    assert isinstance(model, FSDPModule)
-    return ShardedGradients(model, units, comm, numerics, keeps_gathered=config.level == "zero2")
+    assert isinstance(root, FSDPModule)
+    return ShardedGradients(root, sharded, comm, numerics, keeps_gathered=config.level == "zero2")
 
 
 def data_mesh(comm: Comm) -> DeviceMesh:
@@ -99,9 +114,9 @@ def _owners(module: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, owner in below for parameter in owner.parameters(recurse=False))
 
 
-def refuse_unshardable(model: nn.Module) -> None:
+def refuse_unshardable(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that have no rows to share out, or not one after another."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if parameter.dim() == 0:
             raise UserError(
                 f"the parameter {name} is a single number, which has no rows to shard",
@@ -203,6 +218,18 @@ class ShardedGradients:
             for unit in self._units:
                 _prepare_sum(unit, self._numerics)
 
+    def reduce(self) -> None:
+        """Reduce what has accumulated now, after the backward passes of a pipeline: none of them is everybody's last.
+
+        As torch's own pipeline does it (private in torch 2.11 and 2.13).
+        """
+        self.before_backward(True)
+        for unit in self._units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.post_backward()
+        self._model._get_fsdp_state()._root_post_backward_final_callback()
+
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
         return len(self._watched) - len(self._used)
@@ -215,13 +242,13 @@ class ShardedGradients:
         """The reduction is over. A parameter used on no rank has no gradient, as in one process."""
         if not somebody_has_unused:
             return
-        users = self._comm.sum([float(name in self._used) for name in self._watched])
+        users = self._comm.sum_over_data([float(name in self._used) for name in self._watched])
         for (name, parameter), ranks in zip(self._watched.items(), users, strict=True):
             if ranks == 0:
                 parameter.grad = None
-            elif ranks < self._comm.world_size and not REDUCES_UNUSED:
+            elif ranks < self._comm.data_size and not REDUCES_UNUSED:
                 raise UserError(
-                    f"the parameter {name} is used on {ranks:.0f} of {self._comm.world_size} ranks in one step",
+                    f"the parameter {name} is used on {ranks:.0f} of {self._comm.data_size} data ranks in one step",
                     "use a dp layout or a newer torch, or let every forward use it (add its output times 0)",
                 )
 

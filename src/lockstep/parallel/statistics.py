@@ -7,8 +7,9 @@ other buffer can that be known, so one that changes is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,24 +25,38 @@ from lockstep.runtime.comm import Comm
 class RunningStatistics:
     """Keeps the running statistics of a model equal on all data ranks, step by step.
 
-    Where BatchNorm is synchronised it has done so itself.
+    `group` is theirs, None: of all ranks. Where BatchNorm is synchronised it has done so itself.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, sync: SyncBatchNorms | None = None) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        comm: Comm,
+        group: dist.ProcessGroup | None = None,
+        sync: SyncBatchNorms | None = None,
+    ) -> None:
+        modules = list(modules)
+        self._ranks = comm.data_size
+        self._group = group
         self._sync = sync
         self._layers: list[_BatchNorm] = []
         self._others: dict[str, torch.Tensor] = {}
         self._others_before: dict[str, torch.Tensor] | None = None
         self._before = torch.empty(0)
-        if comm.world_size == 1:
+        if comm.data_size == 1:
             return
-        for name, module in model.named_modules():
+        for name, module in modules:
             _refuse_unknown_statistics(name, module)
-        known = {id(buffer) for layer in batch_norms(model) for buffer in layer.buffers()}
+        layers = [layer for _, layer in modules if _keeps_statistics(layer)]
+        known = {id(buffer) for layer in layers for buffer in layer.buffers()}
         if sync is None:
-            self._layers = batch_norms(model)
-        self._others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in known}
+            self._layers = layers
+        self._others = {
+            f"{name}.{leaf}".lstrip("."): buffer
+            for name, module in modules
+            for leaf, buffer in module.named_buffers(recurse=False)
+            if id(buffer) not in known
+        }
 
     def begin(self) -> None:
         """Remember the statistics before a step."""
@@ -65,8 +80,8 @@ class RunningStatistics:
         if not self._layers:
             return
         mine = self._snapshot()
-        everybody = [torch.empty_like(mine) for _ in range(self._comm.world_size)]
-        dist.all_gather(everybody, mine)
+        everybody = [torch.empty_like(mine) for _ in range(self._ranks)]
+        dist.all_gather(everybody, mine, group=self._group)
         total = self._before
         for theirs in everybody:
             total = self._compose(total, theirs)
@@ -129,7 +144,11 @@ def batch_norm_line(model: nn.Module, how: str, micro_batch: int, ranks: int) ->
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The layers below a module that keep running statistics."""
-    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    return [layer for layer in module.modules() if _keeps_statistics(layer)]
+
+
+def _keeps_statistics(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(layer, _BatchNorm) and layer.track_running_stats
 
 
 @contextmanager

@@ -25,11 +25,11 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 class ShardedOptimizer(GradientBuckets):
     """Gradients summed over all data ranks, and the rows of parameters that this rank's optimizer works on."""
 
-    def __init__(self, model: nn.Module, comm: Comm, reduce_dtype: Format) -> None:
-        refuse_unshardable(model)
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm, reduce_dtype: Format) -> None:
+        refuse_unshardable(named)
         shards = comm.group("fsdp")
         assert shards is not None
-        whole = dict(model.named_parameters())
+        whole = dict(named)
         everybody = shards if comm.group("dp") is None else comm.data_group()
         super().__init__(list(whole.items()), everybody, comm, reduce_dtype)
         self._mesh = data_mesh(comm)

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,8 @@ class Comm:
         self.world_size = place.world_size
         self.mesh: DeviceMesh | None = None
         self._timeout = timeout
+        self._layout = layout
+        self._data_control: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
         if place.world_size == 1:
@@ -67,6 +69,8 @@ class Comm:
         )
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = _build_mesh(layout, device.type, timeout)
+        if layout.pp > 1:
+            self._data_control = self._new_groups(self._data_ranks(), "gloo")
         self.barrier()  # a rank that leaves at once would take down those that are still connecting
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -80,9 +84,60 @@ class Comm:
 
         Every rank has to ask for it, in the same order.
         """
-        # All ranks, as long as the only axes are dp and fsdp.
-        group: dist.ProcessGroup = dist.new_group(timeout=self._timeout)
+        group = self._new_groups(self._data_ranks(), None)
+        assert group is not None
         return group
+
+    def groups_of(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """A new group of some places of the pipeline, one for each coordinate of the data axes; every rank asks.
+
+        None for a rank that is not in one.
+        """
+        data = self._data_ranks()
+        return self._new_groups([[ranks[at] for at in members] for ranks in zip(*data, strict=True)], None)
+
+    def pipeline_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """What each pair of places in the pipeline talks through, in each direction; every rank has to ask.
+
+        Over NCCL a group for each direction: what a rank sends and receives would wait for each other in one queue.
+        """
+        places = range(self._layout.pp)
+        if (whole := self.group("pp")) is None or dist.get_backend(whole) != "nccl":
+            return {(a, b): whole for a in places for b in places} if whole is not None else {}
+        neighbours = sorted({(a, (a + by) % len(places)) for a in places for by in (1, -1)})
+        found = {pair: self.groups_of(pair) for pair in neighbours}
+        return {pair: group for pair, group in found.items() if group is not None}
+
+    def pipeline_ranks(self) -> list[int]:
+        """The global ranks of this rank's pipeline, in the order of its places."""
+        return next(list(ranks) for ranks in zip(*self._data_ranks(), strict=True) if self.rank in ranks)
+
+    def _data_ranks(self) -> list[list[int]]:
+        """All ranks by their place in the pipeline."""
+        data, places = self._layout.world_size // self._layout.pp, self._layout.pp
+        return [list(range(place * data, (place + 1) * data)) for place in range(places)]
+
+    def _new_groups(self, sets: Sequence[Sequence[int]], backend: str | None) -> dist.ProcessGroup | None:
+        mine: dist.ProcessGroup | None = None
+        for ranks in sets:
+            group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
+            if self.rank in ranks:
+                mine = group
+        return mine
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks hold the same part of the model and read different samples."""
+        return self._layout.world_size // self._layout.pp
+
+    def sum_over_data(self, values: list[float]) -> list[float]:
+        """Add up small numbers over the ranks that read different samples, in float64."""
+        if self._data_control is None:
+            return self.sum(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._data_control)
+        numbers: list[float] = tensor.tolist()
+        return numbers
 
     def sum(self, values: list[float]) -> list[float]:
         """Add up small numbers over all ranks, in float64; every rank gets the same result."""
@@ -172,7 +227,7 @@ class Comm:
         """Leave all groups. Safe to call twice."""
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group()
-        self._control = self.mesh = self._store = None
+        self._control = self._data_control = self.mesh = self._store = None
 
 
 def _connect(place: Place, timeout: datetime.timedelta) -> dist.Store:

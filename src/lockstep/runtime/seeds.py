@@ -30,6 +30,11 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread (private in torch 2.11 and 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def seed_host(seed: int) -> None:
     """Seed torch on the CPU, numpy and `random`: for code of the user's that may draw from any of them."""
     torch.default_generator.manual_seed(seed)

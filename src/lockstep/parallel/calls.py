@@ -1,0 +1,154 @@
+"""Calls of a model that is cut into the stages of a pipeline: a training step, a score, or the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lockstep.errors import UserError
+from lockstep.parallel.crossing import Rehearsal, map_tensors, tensors_of
+from lockstep.parallel.forward import replace_call
+from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.planning import rehearse_parts
+from lockstep.parallel.stage import Stage
+from lockstep.runtime.comm import Comm
+
+Start = Callable[[int], AbstractContextManager[None]]
+"""Sets the random stream of a micro-batch, by its number; its forward runs inside what comes back."""
+
+MOST_SHAPES = 1000
+"""Shapes of batches that are remembered."""
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class PipelinedCalls:
+    """Runs functions of (model, batch) through the stages of a pipeline.
+
+    Each function and shape of a batch is looked at once, on a skeleton of the model, to know what crosses the cuts.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        skeleton: nn.Module,
+        comm: Comm,
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.at_once = 4 * pipeline.ranks  # micro-batches of an evaluation that are in the pipeline together
+        self._pipeline = pipeline
+        self._skeleton = skeleton
+        self._comm = comm
+        self._device = device
+        self._computing = computing
+        self._rehearsals: dict[Any, Rehearsal] = {}
+        for stage in pipeline.stages:
+            replace_call(stage.model, self._called)
+
+    def step(
+        self,
+        data: Sequence[Any],
+        loss: Callable[[nn.Module, Any], Any],
+        start: Start,
+        loss_of: Callable[[int, Any], torch.Tensor],
+        before_backward: Callable[[], None],
+    ) -> None:
+        """Forward and backward of the micro-batches of a step."""
+        rehearsals = self._look("step", loss, data)
+        self._pipeline.step(rehearsals, self._forward(loss, data, rehearsals, start), loss_of, before_backward)
+
+    def score(
+        self, name: str, data: Sequence[Any], function: Callable[[nn.Module, Any], Any], start: Start
+    ) -> list[Any]:
+        """What a function returns for every micro-batch, on the rank of the last stage; elsewhere nothing."""
+        rehearsals = self._look(name, function, data)
+        return self._pipeline.forward_only(rehearsals, self._forward(function, data, rehearsals, start))
+
+    def _forward(
+        self,
+        function: Callable[[nn.Module, Any], Any],
+        data: Sequence[Any],
+        rehearsals: Sequence[Rehearsal],
+        start: Start,
+    ) -> Callable[[Stage, int, Sequence[torch.Tensor]], Any]:
+        def forward(stage: Stage, number: int, received: Sequence[torch.Tensor]) -> Any:
+            stage.rehearsal = rehearsals[number]
+            with start(number), self._computing():
+                return stage(lambda model: function(model, data[number]), received)
+
+        return forward
+
+    def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The model is called: in a stage's forward that is the stage's matter, else all stages compute it together."""
+        if any(stage.running for stage in self._pipeline.stages):
+            return module._call_impl(*args, **kwargs)
+        if opaque := [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, (torch.Tensor, *PLAIN))]:
+            raise UserError(
+                f"the model of a pipeline was given a {type(opaque[0]).__name__}, which every stage would change alone",
+                "call it with tensors and plain values (and without a cache: use_cache=False)",
+            )
+        return self._call_whole((args, kwargs))
+
+    @torch.no_grad()
+    def _call_whole(self, given: tuple[Any, Any]) -> Any:
+        """What the whole model returns, on every rank of the pipeline."""
+
+        def call(model: nn.Module, given: tuple[Any, Any]) -> Any:
+            return model(*given[0], **given[1])
+
+        (rehearsal,) = rehearsals = self._look("call", call, [given])
+        forward = self._forward(call, [given], rehearsals, lambda _: nullcontext())
+        results = self._pipeline.forward_only(rehearsals, forward)
+        last = self._comm.pipeline_ranks()[self._pipeline.rank_of[-1]]
+        result = results[0] if results else rehearsal.result
+
+        def everywhere(tensor: torch.Tensor) -> torch.Tensor:
+            if results:
+                whole = tensor.contiguous()
+            else:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            dist.broadcast(whole, last, group=self._comm.group("pp"))
+            return whole
+
+        return _without_objects(map_tensors(everywhere, result))
+
+    def _look(self, name: str, function: Callable[[nn.Module, Any], Any], data: Sequence[Any]) -> list[Rehearsal]:
+        return [self._rehearsal(name, function, one) for one in data]
+
+    def _rehearsal(self, name: str, function: Callable[[nn.Module, Any], Any], data: Any) -> Rehearsal:
+        modes = tuple(module.training for module in self._pipeline.stages[0].model.modules())
+        key = name, torch.is_grad_enabled(), hash(modes), _shape_of(data)
+        if key not in self._rehearsals:
+            if len(self._rehearsals) >= MOST_SHAPES:
+                self._rehearsals.clear()
+            for module, training in zip(self._skeleton.modules(), modes, strict=True):
+                module.training = training
+            parts = [part.name for part in self._pipeline.plan.parts]
+            with self._computing(), torch.random.fork_rng([]):
+                self._rehearsals[key] = rehearse_parts(self._skeleton, parts, lambda model: function(model, data))
+        return self._rehearsals[key]
+
+
+def _shape_of(data: Any) -> Any:
+    """What tells batches apart for which a forward makes values of other shapes."""
+    leaves, structure = tree_flatten(data)
+    return str(structure), tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, PLAIN) else type(leaf)
+        for leaf in leaves
+    )
+
+
+def _without_objects(result: Any) -> Any:
+    """The result without what only one stage could have made whole, such as a cache."""
+
+    def keep(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, (torch.Tensor, *PLAIN)) or any(True for _ in tensors_of(leaf)) else None
+
+    return tree_map(keep, result)

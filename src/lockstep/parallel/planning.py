@@ -1,0 +1,108 @@
+"""From a model and one look at its forward to a plan of its pipeline, and everything that cannot be cut refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.config import PipelineConfig
+from lockstep.errors import UserError
+from lockstep.modelplan import ModelPlan, Part, choose_cuts, find_blocks, find_parts, record_calls, seed_points
+from lockstep.parallel.crossing import Rehearsal, rehearse, without_data
+from lockstep.parallel.stage import every_parameter, skeleton_of
+from lockstep.parallel.work import measure_work
+from lockstep.runtime.comm import Comm
+
+
+def plan_pipeline(
+    model: nn.Module,
+    look: Callable[[nn.Module], Any],
+    ranks: int,
+    config: PipelineConfig,
+    comm: Comm,
+    device: torch.device,
+) -> tuple[ModelPlan, nn.Module]:
+    """Where to cut a model, and the skeleton it was looked at with. Every rank comes to the same plan."""
+    stages = ranks * config.per_rank
+    skeleton = skeleton_of(model, device)
+    with without_data():
+        calls = record_calls(skeleton, lambda: look(skeleton))
+    found = find_parts(skeleton, calls, stages)
+    rehearsal = rehearse_parts(skeleton, [name for name, _ in found], look)
+    work = comm.once("measure the parts of the model", lambda: measure_work(rehearsal, device))
+    blocks = {name for name, _ in find_blocks(skeleton)}
+    parts = [
+        Part(name, type(module).__name__, name in blocks, sum(p.numel() for p in module.parameters()), seconds)
+        for (name, module), seconds in zip(found, work, strict=True)
+    ]
+    cuts, how = choose_cuts(parts, stages, config.cuts)
+    plan = ModelPlan(parts, cuts, {}, {}, _tied_names(skeleton), how)
+    users, buffer_users = _users(skeleton, plan, rehearsal)
+    plan = ModelPlan(parts, cuts, users, buffer_users, plan.ties, how)
+    if not any(parameter.requires_grad for parameter in skeleton.parameters()):
+        raise UserError("the model has no parameters to train", "check what build_model returns")
+    _refuse_uncuttable(skeleton, plan, rehearsal)
+    return plan, skeleton
+
+
+def rehearse_parts(skeleton: nn.Module, parts: list[str], look: Callable[[nn.Module], Any]) -> Rehearsal:
+    """Look at a forward of a model whose parts are known."""
+    blocks = [block for _, block in find_blocks(skeleton)]
+    modules = [skeleton.get_submodule(name) for name in parts]
+    return rehearse(skeleton, modules, seed_points(skeleton, blocks), look)
+
+
+def _users(
+    model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """The stages that use each parameter, and those that have each buffer; the first has what nobody uses."""
+    at: dict[int, set[int]] = {key: {plan.stage_of(part) for part in used} for key, used in rehearsal.uses.items()}
+    buffers: dict[int, set[int]] = {}
+    for number, part in enumerate(plan.parts):
+        module = model.get_submodule(part.name)
+        for parameter in module.parameters():
+            at.setdefault(id(parameter), set()).add(plan.stage_of(number))
+        for buffer in module.buffers():
+            buffers.setdefault(id(buffer), set()).add(plan.stage_of(number))
+    everywhere = set(range(plan.stages))
+    return (
+        {name: sorted(at.get(id(parameter), {0})) for name, parameter in model.named_parameters()},
+        {name: sorted(buffers.get(id(buffer), everywhere)) for name, buffer in model.named_buffers()},
+    )
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in every_parameter(model):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) -> None:
+    for part, line in rehearsal.random_after:
+        if part >= plan.cuts[1]:
+            raise UserError(
+                f"{line} draws random numbers outside of any module, after the first stage of the pipeline, where they "
+                "would depend on the layout",
+                "use a module for it (nn.Dropout), or a dp or fsdp layout",
+            )
+    for cut in plan.cuts[1:-1]:
+        crossing = [rehearsal.values[number] for number in rehearsal.crossing(cut)]
+        for value in crossing:
+            if value.changed >= cut and sum(1 for other in crossing if other.storage == value.storage) > 1:
+                raise UserError(
+                    f"a tensor that is changed in place at or after {plan.parts[cut].name} shares its memory with "
+                    "another one that crosses the cut there",
+                    "write x = x + y rather than x += y, or state other cuts (pipeline.cuts)",
+                )
+    inside = {id(layer) for part in plan.parts for layer in model.get_submodule(part.name).modules()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats and id(layer) not in inside:
+            raise UserError(
+                f"the BatchNorm {name} is not called just once in a forward: no stage would own its statistics",
+                "use a layer for each call, or a dp or fsdp layout",
+            )

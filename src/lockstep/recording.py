@@ -1,0 +1,271 @@
+"""What `lockstep verify` has a run write down, so that two runs can be compared number by number.
+
+    FOLDER/rank-0.jsonl                 one line about the model and the rank, then one line a step
+    FOLDER/rank-0-step-2.safetensors    value/NAME after the step, grad/NAME as the optimizer saw it; step 0: the start
+
+Of ranks that hold equal parameters one writes them whole, and the others a checksum of every value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.config import Compile, Format, NumericsConfig
+from lockstep.errors import UserError
+from lockstep.layout import Layout
+from lockstep.modelplan import find_blocks
+from lockstep.parallel.crossing import is_fake
+
+if TYPE_CHECKING:
+    from lockstep.data.loader import Loader, StepBatch
+    from lockstep.engine import Engine, StepResult
+
+BatchNorm = Literal["micro-batch", "sync"]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """What `lockstep verify` tells the runs it launches.
+
+    `layout` is the one in question, also for the run on one process. `micro_batch` has the size that the run before
+    chose for each loader; `blocks` says how many blocks of every list stay. With `explain` one process says how the
+    model would be cut for the layout, and nothing is recorded.
+    """
+
+    folder: str
+    layout: str
+    steps: int
+    micro_batch: Mapping[str, int]
+    blocks: int | None = None
+    explain: bool = False
+
+
+class Recorder:
+    """Writes down the first steps of a run, on every rank."""
+
+    def __init__(self, settings: VerifySettings, layout: Layout, rank: int) -> None:
+        self.settings = settings
+        self._layout = layout
+        self._rank = rank
+        self._lines = Path(settings.folder) / f"rank-{rank}.jsonl"
+        axes = layout.coordinate(rank)
+        self._writes_tensors = all(axes[axis] == 0 for axis in axes if axis != "pp")
+        self._changed: dict[str, list[Any]] = {}
+        self._blocks_built = 0
+        self._micro_batches: dict[str, int] = {}
+        self._engine: Engine | None = None
+        # Threads split sums: with as many as a rank has, one process rounds more nearly alike.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // Layout.parse(settings.layout).world_size))
+
+    def plain_numbers(
+        self, precision: Format, numerics: NumericsConfig, compile_: Compile, batch_norm: BatchNorm
+    ) -> tuple[Format, NumericsConfig, Compile, BatchNorm]:
+        """The same arguments of `run.setup` with values under which layouts can be compared; notes what it changes.
+
+        Rounding to half precision hides errors, and compiled code rounds in its own way. A synchronised BatchNorm
+        depends on the number of ranks by its nature.
+        """
+        plain: tuple[Format, NumericsConfig, Compile, BatchNorm] = ("fp32", NumericsConfig(), "off", "micro-batch")
+        asked = {"precision": precision, "compile": compile_, "batch_norm": batch_norm}
+        instead = {"precision": plain[0], "compile": plain[2], "batch_norm": plain[3]}
+        asked |= {f"numerics.{key}": value for key, value in numerics.model_dump().items()}
+        instead |= {f"numerics.{key}": value for key, value in plain[1].model_dump().items()}
+        self._changed = {key: [value, instead[key]] for key, value in asked.items() if value != instead[key]}
+        return plain
+
+    def with_fewer_blocks(self, build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """The same model with only the blocks that are to stay."""
+
+        def build() -> nn.Module:
+            model = build_model()
+            self._blocks_built = len(find_blocks(model))
+            if self.settings.blocks is not None:
+                keep_blocks(model, self.settings.blocks)
+            return model
+
+        return build
+
+    def micro_batch(self, loader: str, asked: int | None) -> int | None:
+        """The micro-batch size of the run before, for the same dropout masks and batch statistics."""
+        return self.settings.micro_batch.get(loader, asked)
+
+    def begin(self, engine: Engine) -> None:
+        """Before the first step: what the model is and where it starts. All ranks call it."""
+        self._engine = engine
+        names: dict[int, list[str]] = {}
+        for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        checksums = self._write_tensors(engine, 0)
+        self._lines.write_text("")
+        self._write_line(
+            rank=self._rank,
+            layout=str(self._layout),
+            data_rank=self._layout.data_rank(self._rank),
+            writes_tensors=self._writes_tensors,
+            parameters={name: list(parameter.shape) for name, parameter in engine.stored},
+            buffers=[name for name, _ in _float_buffers(engine)],
+            names=[name for group in names.values() for name in group],
+            tied=[group for group in names.values() if len(group) > 1],
+            blocks=engine.blocks,
+            blocks_built=self._blocks_built,
+            changed=self._changed,
+            checksums=checksums,
+        )
+
+    def step(self, result: StepResult, batch: StepBatch, loader: Loader) -> bool:
+        """After a step: its numbers. All ranks call it; says whether this was the last one to record."""
+        assert self._engine is not None
+        self._micro_batches[loader.name] = loader.order.micro_batch
+        self._write_line(
+            step=result.step,
+            loss=result.loss,
+            weight=result.weight,
+            grad_norm=float(result.grad_norm),
+            lr=result.lr,
+            skipped=result.skipped,
+            ids=[sample for part in batch.micro_batches if not part.filler for sample in part.ids],
+            micro_batch=self._micro_batches,
+            checksums=self._write_tensors(self._engine, result.step, skipped=result.skipped),
+        )
+        return result.step >= self.settings.steps
+
+    @torch.no_grad()
+    def _write_tensors(self, engine: Engine, step: int, skipped: bool = False) -> dict[str, int]:
+        """Write whole values and gradients where this rank is the one to do so; returns checksums of the values."""
+        engine.rest()
+        # At zero1 the engine stores rows of what the model computes with: the latter shows a gathering that failed.
+        used = {name: parameter for model in engine.models for name, parameter in model.named_parameters()}
+        used = {name: parameter for name, parameter in used.items() if not is_fake(parameter)}
+        tensors: Tensors = {}
+        checksums = {}
+        for name, parameter in engine.stored:
+            value = _whole(used.get(name, parameter))
+            gradient = None if parameter.grad is None or step == 0 or skipped else _whole(parameter.grad)
+            checksums[name] = _checksum(value)
+            if self._writes_tensors:
+                tensors[f"value/{name}"] = value
+                if gradient is not None:
+                    tensors[f"grad/{name}"] = gradient
+        for name, buffer in _float_buffers(engine):
+            tensors[f"value/{name}"] = _whole(buffer)
+            checksums[name] = _checksum(tensors[f"value/{name}"])
+        if self._writes_tensors:
+            save_file(tensors, _tensor_file(self._lines.parent, self._rank, step))
+        return checksums
+
+    def _write_line(self, **values: Any) -> None:
+        with self._lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def keep_blocks(model: nn.Module, count: int) -> None:
+    """Leave the first `count` of every list of repeated blocks in a model."""
+    names = [name for name, _ in find_blocks(model)]
+    for owner, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        blocks = model.get_submodule(owner)
+        assert isinstance(blocks, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        surplus = [name.rpartition(".")[2] for name in group][count:]
+        if isinstance(blocks, nn.ModuleDict):
+            for key in surplus:
+                del blocks[key]
+        elif surplus:
+            del blocks[count:]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What all ranks of one run wrote down. `steps` has a list of all ranks' lines for every step."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+    steps: list[list[dict[str, Any]]]
+
+    @cached_property
+    def parameters(self) -> dict[str, list[int]]:
+        """The shapes of all parameters that some rank holds, in the model's order."""
+        return {name: shape for rank in self.ranks for name, shape in rank["parameters"].items()}
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of all buffers with numbers in them."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank["buffers"]))
+
+    @property
+    def blocks(self) -> list[str]:
+        """The names of the repeated layers."""
+        return list(dict.fromkeys(block for rank in self.ranks for block in rank["blocks"]))
+
+    @property
+    def micro_batch(self) -> dict[str, int]:
+        """The micro-batch size of every loader that was used."""
+        return dict(self.steps[-1][0]["micro_batch"]) if self.steps else {}
+
+    def values(self, step: int) -> Tensors:
+        """All parameters and buffers after a step, 0: at the start."""
+        return dict(self._read("value/", step))
+
+    def gradients(self, step: int) -> Tensors:
+        """The gradients of a step, of the parameters that have one."""
+        return dict(self._read("grad/", step))
+
+    def checksums(self, step: int) -> Iterator[tuple[str, int, int]]:
+        """(parameter, rank, checksum of its value after a step) for every rank that holds it."""
+        lines = self.steps[step - 1] if step else self.ranks
+        for rank, line in enumerate(lines):
+            for name, checksum in line["checksums"].items():
+                yield name, rank, checksum
+
+    def _read(self, kind: str, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for rank in self.ranks:
+            if rank["writes_tensors"]:
+                tensors = load_file(_tensor_file(self.folder, rank["rank"], step))
+                yield from ((key.removeprefix(kind), value) for key, value in tensors.items() if key.startswith(kind))
+
+
+def read_recording(folder: Path) -> Recording:
+    """Read what the ranks of a run wrote; a run that did no step is refused."""
+    files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    lines = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+    steps = min((len(rank) - 1 for rank in lines), default=0)
+    if steps == 0:
+        raise UserError(
+            "the run did no step",
+            "verify needs a script that calls lockstep.init(), run.setup(...) and engine.step(...)",
+        )
+    return Recording(
+        folder, [rank[0] for rank in lines], [[rank[step] for rank in lines] for step in range(1, steps + 1)]
+    )
+
+
+def _float_buffers(engine: Engine) -> list[tuple[str, torch.Tensor]]:
+    """Running statistics and the like; others are masks and counters."""
+    return [(name, buffer) for name, buffer in engine.buffers if buffer.is_floating_point()]
+
+
+def _tensor_file(folder: Path, rank: int, step: int) -> Path:
+    return folder / f"rank-{rank}-step-{step}.safetensors"
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of a tensor, also where ranks hold parts of it: then all of them call this."""
+    tensor = tensor.detach()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (whole.to_dense() if whole.is_sparse else whole).cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0

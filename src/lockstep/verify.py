@@ -1,0 +1,288 @@
+"""Whether two recorded runs, one under a layout and one on one process, have the same numbers.
+
+Every difference is divided by what it is measured against, so that one number a check, its tolerance, says how much is
+rounding. `causes.py` reads from the same comparison what may be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.recording import Recording, Tensors
+
+LOSS = 1e-6
+"""Allowed difference of a loss, relative to the loss or to 1, whichever is more."""
+
+NORM = 1e-5
+"""Allowed difference of the global gradient norm, relative to it."""
+
+GRADIENT = 1e-5
+"""Allowed difference of a gradient in norm, relative to |g| + 0.1 |g_all|: its own norm and that of all together."""
+
+NO_SIGNAL = 1e-6
+"""A gradient below this share of |g_all| is rounding error. What an optimizer makes of it is not compared."""
+
+VALUE = 3e-5
+"""Allowed difference of a parameter in norm, relative to how far the training moved it.
+
+What fp32 cannot hold, a last bit a step, comes on top. Elements whose gradient agrees to fewer digits than this in some
+step are left out: Adam divides a gradient by its own size, and moves an element of next to none by its error's sign.
+"""
+
+LAST_BIT = 2.0**-23
+
+
+@dataclass(frozen=True)
+class StepDifferences:
+    """How one step differs: relative differences, by parameter where there are many, 0 where all is equal."""
+
+    step: int
+    same_samples: bool
+    settings: str
+    """What else should be equal and is not: the weight, the learning rate, whether the step was skipped."""
+    loss: float
+    norm: float
+    gradients: dict[str, float]
+    values: dict[str, float]
+    drifted: list[str]
+    """Parameters of which two ranks of the layout hold different values."""
+    disagreement: str
+    """What two ranks of the layout report differently, of what should be equal on all."""
+
+    @property
+    def wrong_gradients(self) -> list[str]:
+        """The parameters whose gradients differ by more than rounding, in the model's order."""
+        return [name for name, amount in self.gradients.items() if amount > GRADIENT]
+
+    @property
+    def wrong_values(self) -> list[str]:
+        """The parameters whose values differ by more than rounding, in the model's order."""
+        return [name for name, amount in self.values.items() if amount > VALUE]
+
+    @property
+    def same(self) -> bool:
+        """Whether the step has the numbers of one process."""
+        exact = self.same_samples and not self.settings and not self.drifted and not self.disagreement
+        return exact and self.loss <= LOSS and self.norm <= NORM and not self.wrong_gradients and not self.wrong_values
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run under a layout (`ours`) beside one on one process (`theirs`)."""
+
+    ours: Recording
+    theirs: Recording
+    missing: list[str]
+    """Parameters of one process that no rank of the layout holds, or in another shape."""
+    extra: list[str]
+    untied: list[str]
+    """Names that are one parameter in one of the runs and two in the other."""
+    start: StepDifferences
+    """The state before the first step."""
+    steps: list[StepDifferences]
+
+    @property
+    def layout(self) -> str:
+        """The layout in question."""
+        return str(self.ours.ranks[0]["layout"])
+
+    @property
+    def first_difference(self) -> StepDifferences | None:
+        """The first step that differs, the start counting as step 0."""
+        return next((step for step in (self.start, *self.steps) if not step.same), None)
+
+    @property
+    def same(self) -> bool:
+        """Whether the layout gives the numbers of one process."""
+        same_model = not self.missing and not self.extra and not self.untied
+        return same_model and self.first_difference is None and len(self.ours.steps) == len(self.theirs.steps)
+
+
+def compare(ours: Recording, theirs: Recording) -> Comparison:
+    """Compare a run under a layout with one on one process, step by step."""
+    shared = [name for name, shape in theirs.parameters.items() if ours.parameters.get(name) == shape]
+    buffers = [name for name in theirs.buffers if name in ours.buffers]
+    start = theirs.values(0)
+    alike: dict[str, torch.Tensor] = {}
+    without_signal: set[str] = set()
+
+    def values(step: int) -> dict[str, float]:
+        mine, other = ours.values(step), theirs.values(step)
+        found = {}
+        for name in (*shared, *buffers):
+            if name not in without_signal:
+                kept = alike.get(name, torch.ones_like(start[name], dtype=torch.bool))
+                began, their, our = start[name][kept], other[name][kept], mine[name][kept]
+                most = VALUE * _distance(their, began) + max(1, step) * LAST_BIT * _norm(their)
+                found[name] = VALUE * _ratio(_distance(our, their), most)
+        return found
+
+    def step_differences(step: int) -> StepDifferences:
+        line, reference = ours.steps[step - 1][0], theirs.steps[step - 1][0]
+        mine, other = ours.gradients(step), theirs.gradients(step)
+        gradients = gradient_differences(mine, other, shared)
+        without_signal.update(name for name in shared if name not in gradients)
+        for name in gradients:
+            zeros = torch.zeros_like(start[name])
+            our, their = mine.get(name, zeros).double(), other.get(name, zeros).double()
+            agree = (our - their).abs() <= VALUE * their.abs()
+            alike[name] = agree & alike[name] if name in alike else agree
+        return StepDifferences(
+            step,
+            same_samples(ours, theirs, step),
+            _unequal_settings(line, reference),
+            _ratio(_difference(line["loss"], reference["loss"]), max(1.0, abs(reference["loss"]))),
+            _ratio(_difference(line["grad_norm"], reference["grad_norm"]), reference["grad_norm"]),
+            gradients,
+            values(step),
+            _drifted(ours, step),
+            _disagreement(ours.steps[step - 1]),
+        )
+
+    return Comparison(
+        ours,
+        theirs,
+        missing=[name for name in theirs.parameters if name not in shared],
+        extra=[name for name in ours.parameters if name not in theirs.parameters],
+        untied=_untied(ours, theirs),
+        start=StepDifferences(0, True, "", 0.0, 0.0, {}, values(0), _drifted(ours, 0), ""),
+        steps=[step_differences(step + 1) for step in range(min(len(ours.steps), len(theirs.steps)))],
+    )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table: the largest difference, what is allowed, and where or how many."""
+
+    name: str
+    ok: bool
+    note: str
+    largest: float | None = None
+    allowed: float | None = None
+
+
+def checks(found: Comparison) -> list[Check]:
+    """Everything that was compared."""
+    ours, steps = found.ours, (found.start, *found.steps)
+    drifted = next((f"{step.drifted[0]} from step {step.step} on" for step in steps if step.drifted), "")
+    disagree = next((f"{s.disagreement} differs between ranks in step {s.step}" for s in steps if s.disagreement), "")
+    unequal = next((f"step {step.step}: {step.settings}" for step in steps if step.settings), "")
+    other_samples = next((f"other ones in step {step.step}" for step in steps if not step.same_samples), "")
+    samples = sum(len(line["ids"]) for (line,) in found.theirs.steps)
+    numbers = sum(math.prod(shape) for shape in found.theirs.parameters.values())
+    missing = ", ".join([*(f"no {name}" for name in found.missing[:2]), *(f"also {name}" for name in found.extra[:2])])
+    ties = [" = ".join(group) for rank in found.theirs.ranks for group in rank["tied"]]
+    done = len(ours.steps), len(found.theirs.steps)
+    return [
+        Check("steps", done[0] == done[1] and not unequal, unequal or " and ".join(map(str, dict.fromkeys(done)))),
+        Check("samples", not other_samples, other_samples or f"{samples}, in the same order"),
+        Check("parameters", not missing, missing or f"{len(found.theirs.parameters)}, {numbers:,} numbers"),
+        Check("tied weights", not found.untied, " and ".join(found.untied) or ", ".join(ties) or "none"),
+        _largest("losses", [({"": step.loss}, step.step) for step in found.steps], LOSS),
+        _largest("gradient norm", [({"": step.norm}, step.step) for step in found.steps], NORM),
+        _largest("gradients", [(step.gradients, step.step) for step in found.steps], GRADIENT),
+        _largest("values", [(step.values, step.step) for step in steps], VALUE),
+        Check(
+            "replicas",
+            not drifted and not disagree,
+            drifted or disagree or f"the same bits on all of {len(ours.ranks)} ranks",
+        ),
+    ]
+
+
+def _largest(name: str, amounts: list[tuple[dict[str, float], int]], allowed: float) -> Check:
+    found = [(amount, parameter, step) for by_name, step in amounts for parameter, amount in by_name.items()]
+    largest, parameter, step = max(found, key=lambda one: one[0], default=(0.0, "", 0))
+    where = f"{parameter}, step {step}" if parameter else f"step {step}"
+    return Check(name, largest <= allowed, where if largest else "", largest, allowed)
+
+
+def gradient_differences(ours: Tensors, theirs: Tensors, names: Iterable[str]) -> dict[str, float]:
+    """The relative difference of every gradient that carries a signal in one of the runs."""
+    whole = math.hypot(*(_norm(gradient) for gradient in theirs.values()))
+    found = {}
+    for name in names:
+        mine, other = ours.get(name), theirs.get(name)
+        if mine is None and other is None:
+            found[name] = 0.0
+            continue
+        # A parameter that was not used has no gradient, and one that was multiplied by 0 one of zeros.
+        mine = torch.zeros_like(other) if mine is None else mine  # type: ignore[arg-type]
+        other = torch.zeros_like(mine) if other is None else other
+        if _norm(other) >= NO_SIGNAL * whole or _norm(mine) >= 2 * NO_SIGNAL * whole:
+            found[name] = _ratio(_distance(mine, other), _norm(other) + 0.1 * whole)
+    return found
+
+
+def same_samples(ours: Recording, theirs: Recording, step: int) -> bool:
+    """Whether all data ranks together read in a step what one process reads, in order."""
+    (expected,) = theirs.steps[step - 1]
+    together: dict[int, list[int]] = {}
+    for rank, line in zip(ours.ranks, ours.steps[step - 1], strict=True):
+        if together.setdefault(rank["data_rank"], line["ids"]) != line["ids"]:
+            return False  # ranks that work on one micro-batch together read different ones
+    expected_ids: list[int] = expected["ids"]
+    return [sample for _, ids in sorted(together.items()) for sample in ids] == expected_ids
+
+
+def _unequal_settings(line: dict[str, Any], reference: dict[str, Any]) -> str:
+    for key in ("weight", "lr", "skipped"):
+        if _difference(line[key], reference[key]) > 1e-12 * abs(reference[key]):
+            return f"{key} is {line[key]:g}, on one process {reference[key]:g}"
+    return ""
+
+
+def _disagreement(lines: list[dict[str, Any]]) -> str:
+    for key in ("loss", "weight", "lr", "skipped", "grad_norm"):
+        if any(_difference(line[key], lines[0][key]) > 0 for line in lines):
+            return key
+    return ""
+
+
+def _drifted(run: Recording, step: int) -> list[str]:
+    seen: dict[str, int] = {}
+    drifted = {name: None for name, _, checksum in run.checksums(step) if seen.setdefault(name, checksum) != checksum}
+    return list(drifted)
+
+
+def _untied(ours: Recording, theirs: Recording) -> list[str]:
+    """Names that share a parameter in one of the runs only, as far as a rank has them."""
+    (single,) = theirs.ranks
+    found: dict[str, None] = {}
+    for rank in ours.ranks:
+        known = set(rank["names"]) & set(single["names"])
+        for ties, others in ((single["tied"], rank["tied"]), (rank["tied"], single["tied"])):
+            for group in ties:
+                here = [name for name in group if name in known]
+                if len(here) > 1 and not any(set(here) <= set(other) for other in others):
+                    found |= dict.fromkeys(here)
+    return list(found)
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of a difference; numbers that are not finite are infinitely far from any but themselves."""
+    distance = _norm(one.double() - other.double())
+    if math.isnan(distance):
+        return 0.0 if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) else math.inf
+    return distance
+
+
+def _difference(one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other) or one == other:
+        return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf
+    return abs(one - other)
+
+
+def _ratio(difference: float, reference: float) -> float:
+    if difference == 0.0:
+        return 0.0
+    return difference / reference if reference > 0 else math.inf

@@ -1,0 +1,290 @@
+"""`lockstep verify` on real runs: sound layouts pass, and one that is broken on purpose is caught with its cause.
+
+A sabotage is a patch inside the ranks of the layout; the reference, on one process, is sound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import lockstep.engine
+import lockstep.run
+from lockstep.causes import judge
+from lockstep.config import LaunchConfig
+from lockstep.data.order import Order
+from lockstep.folder import RunFolder, create_folder
+from lockstep.grads import global_norm, gradient_scale
+from lockstep.layout import Layout
+from lockstep.parallel import apply, replicate
+from lockstep.parallel.statistics import RunningStatistics
+from lockstep.recording import keep_blocks, read_recording
+from lockstep.verify import Comparison, compare
+from tests.parity.problems import (
+    GLOBAL_BATCH,
+    SEED,
+    ConvNet,
+    Images,
+    RaggedTexts,
+    TinyGPT,
+    adamw,
+    image_loss,
+    join,
+    text_loss,
+)
+from tests.ranks import Job, RankPool
+
+CLIP: dict[str, Any] = {"clip": 0.1}
+IMAGES: dict[str, Any] = {"build_model": ConvNet, "loss": image_loss, "dataset": Images}
+STEPS = 3
+MICRO_BATCH = 2
+Patch = pytest.MonkeyPatch
+Sabotage = Callable[[Job, Patch], dict[str, Any] | None]
+"""Patches what it breaks in a rank, or gives other arguments of `run.setup`."""
+
+
+# ---- A run that is recorded
+
+
+def record(job: Job, layout: str, folder: Path, sabotage: Sabotage | None, options: dict[str, Any]) -> None:
+    """One rank of a run that `lockstep verify` would have launched."""
+    told = {"folder": str(folder), "layout": layout, "steps": STEPS, "micro_batch": {"train": MICRO_BATCH}}
+    launch = {"run_dir": str(folder / "run"), "attempt": 1, "resume": "never", "options": {}, "verify": told}
+    with Patch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setitem(os.environ, "LOCKSTEP_LAUNCH", json.dumps(launch))
+        instead = (sabotage(job, patch) if sabotage else None) or {}
+        with join(job, layout) as run:
+            setup = {"build_model": partial(TinyGPT, dropout=0.1), "loss": text_loss, "optimizer": adamw}
+            dataset = options.pop("dataset", RaggedTexts)
+            engine = run.setup(**{**setup, **options, **instead})
+            for batch in run.loader(dataset(), GLOBAL_BATCH, workers=0):
+                engine.step(batch)
+
+
+class Verifier:
+    """Records sound runs once, whatever is compared with them."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._references: dict[str, Path] = {}
+
+    def verify(self, layout: str, sabotage: Sabotage | None = None, **options: Any) -> Comparison:
+        key = repr(sorted(options.items()))
+        if key not in self._references:
+            self._references[key] = self._record("single", None, options)
+        ours = self._record(layout, sabotage, options)
+        return compare(read_recording(ours), read_recording(self._references[key]))
+
+    def _record(self, layout: str, sabotage: Sabotage | None, options: dict[str, Any]) -> Path:
+        folder = self._folder / str(len(list(self._folder.iterdir())))
+        create_folder(RunFolder(folder / "run", 1), LaunchConfig(seed=SEED, layout=layout))
+        self._ranks.run(record, Layout.parse(layout).world_size, layout, folder, sabotage, options)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def verifier(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    return Verifier(ranks, tmp_path_factory.mktemp("recordings"))
+
+
+# ---- Sound runs
+
+
+@pytest.mark.parametrize(
+    ("layout", "level"),
+    [("dp=2", "zero3"), ("fsdp=2", "zero2"), ("fsdp=3", "zero3"), ("dp=2,fsdp=2", "zero1"), ("pp=2", "zero3")],
+)
+def test_a_sound_layout_passes(verifier: Verifier, layout: str, level: str) -> None:
+    found = verifier.verify(layout, clip=0.5, shard={"level": level}, precision="bf16")
+    verdict = judge(found)
+    assert found.same, verdict.text
+    assert verdict.cause is None
+    assert verdict.text.startswith(f"{layout} gives the numbers of one process: 3 steps, 35 parameters")
+    assert found.ours.ranks[0]["changed"] == {"precision": ["bf16", "fp32"]}
+    assert found.ours.ranks[0]["tied"] == [["embedding.weight", "head.weight"]]
+    assert found.ours.micro_batch == {"train": MICRO_BATCH}
+
+
+def test_running_statistics_are_compared_too(verifier: Verifier) -> None:
+    found = verifier.verify("dp=2", **IMAGES)
+    assert found.same, judge(found).text
+    assert {"norm1.running_mean", "norm2.running_var"} <= found.steps[-1].values.keys()
+
+
+# ---- Broken ones
+
+
+def forget_a_division(job: Job, patch: Patch) -> None:
+    def scale(norm: torch.Tensor, factor: float, clip: float | None) -> torch.Tensor | None:
+        return gradient_scale(norm, factor * job.world_size, clip)
+
+    patch.setattr(lockstep.engine, "gradient_scale", scale)
+
+
+def forget_a_division_before_the_norm(job: Job, patch: Patch) -> None:
+    def norm_of_sums(*arguments: Any) -> torch.Tensor:
+        return global_norm(*arguments) * job.world_size
+
+    patch.setattr(lockstep.engine, "global_norm", norm_of_sums)
+    forget_a_division(job, patch)
+
+
+def forget_the_other_shards_in_the_norm(_job: Job, patch: Patch) -> None:
+    patch.setattr(lockstep.engine, "global_norm", lambda grads, _groups, device: global_norm(grads, [], device))
+
+
+def make_small_buckets(patch: Patch) -> None:
+    patch.setattr(replicate, "FIRST_BUCKET_BYTES", 4000)
+    patch.setattr(replicate, "BUCKET_BYTES", 4000)
+
+
+def keep_what_a_bucket_holds(_job: Job, patch: Patch) -> None:
+    begin = replicate.GradientBuckets.begin
+
+    def begin_with_a_full_bucket(self: replicate.GradientBuckets) -> None:
+        before = self._buckets[1].flat.clone()
+        begin(self)
+        self._buckets[1].flat.copy_(before)
+
+    make_small_buckets(patch)
+    patch.setattr(replicate.GradientBuckets, "begin", begin_with_a_full_bucket)
+
+
+def sum_all_buckets_but_one(_job: Job, patch: Patch) -> None:
+    start = replicate.GradientBuckets._start_sum
+
+    def start_and_forget_the_second(self: replicate.GradientBuckets) -> None:
+        number = self._next
+        if number == 1:
+            local = self._buckets[1].flat.clone()
+            start(self)
+            self._buckets[1].wait()
+            self._buckets[1].flat.copy_(local)
+            self._buckets[1]._work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        else:
+            start(self)
+
+    make_small_buckets(patch)
+    patch.setattr(replicate.GradientBuckets, "_start_sum", start_and_forget_the_second)
+
+
+def skip_a_block(_job: Job, _patch: Patch) -> dict[str, Any]:
+    def build() -> nn.Module:
+        model = TinyGPT(dropout=0.1)
+        model.blocks[1].forward = lambda x: x
+        return model
+
+    return {"build_model": build}
+
+
+def leave_a_block_out(_job: Job, _patch: Patch) -> dict[str, Any]:
+    def build() -> nn.Module:
+        model = TinyGPT(dropout=0.1)
+        keep_blocks(model, 1)
+        return model
+
+    return {"build_model": build}
+
+
+def untie_the_embedding(_job: Job, _patch: Patch) -> dict[str, Any]:
+    def build() -> nn.Module:
+        model = TinyGPT(dropout=0.1)
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+        return model
+
+    return {"build_model": build}
+
+
+def forget_one_use_of_the_embedding(_job: Job, _patch: Patch) -> dict[str, Any]:
+    def build() -> nn.Module:
+        model = TinyGPT(dropout=0.1)
+        vars(model.head)["forward"] = lambda x: F.linear(x, model.head.weight.detach())
+        return model
+
+    return {"build_model": build}
+
+
+def keep_the_uses_of_the_embedding_apart(_job: Job, patch: Patch) -> None:
+    """A pipeline's first and last stage have a copy each: the gradient of each stays its own."""
+    patch.setattr(apply, "add_up", lambda _ties: None)
+
+
+def use_another_optimizer(_job: Job, _patch: Patch) -> dict[str, Any]:
+    return {"optimizer": partial(adamw, weight_decay=0.2)}
+
+
+def read_in_another_order(_job: Job, patch: Patch) -> None:
+    patch.setattr(lockstep.run, "Order", lambda seed, **options: Order(seed=seed + 1, **options))
+
+
+def change_one_replica(job: Job, _patch: Patch) -> dict[str, Any]:
+    class Nudged(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            with torch.no_grad():
+                self.param_groups[0]["params"][3].add_(1e-3 * job.rank)
+
+    return {"optimizer": partial(Nudged, lr=3e-3, weight_decay=0.1)}
+
+
+def count_each_rank_for_itself(_job: Job, patch: Patch) -> None:
+    patch.setattr(RunningStatistics, "combine", lambda _self: None)
+
+
+def draw_other_masks(_job: Job, patch: Patch) -> None:
+    patch.setattr(lockstep.engine, "seed_torch", lambda seed: torch.manual_seed(seed + 1))
+
+
+# fmt: off
+BROKEN: list[tuple[str, Sabotage, dict[str, Any], str, int, str | None]] = [
+    # layout   sabotage                               options  cause               step  module
+    ("dp=2",   forget_a_division,                     {},      "scale",              1, "embedding"),
+    ("dp=2",   forget_a_division,                     CLIP,    "scale",              1, "embedding"),
+    ("dp=2",   forget_a_division_before_the_norm,     CLIP,    "scale",              1, None),
+    ("fsdp=2", forget_the_other_shards_in_the_norm,   CLIP,    "optimizer",          1, None),
+    ("dp=2",   keep_what_a_bucket_holds,              {},      "stale-gradient",     2, "blocks.1.attention.query"),
+    ("dp=2",   keep_what_a_bucket_holds,              CLIP,    "stale-gradient",     2, "blocks.1.attention.query"),
+    ("dp=2",   sum_all_buckets_but_one,               {},      "replica",            1, "blocks.1.attention.query"),
+    ("dp=2",   skip_a_block,                          {},      "missing-parameter",  1, "blocks.1.norm1"),
+    ("fsdp=2", leave_a_block_out,                     {},      "missing-parameter",  0, "blocks.1.norm1"),
+    ("dp=2",   untie_the_embedding,                   {},      "tied",               0, "head"),
+    ("fsdp=2", forget_one_use_of_the_embedding,       CLIP,    "tied",               1, "embedding"),
+    ("pp=2",   keep_the_uses_of_the_embedding_apart,  {},      "tied",               1, "embedding"),
+    ("dp=2",   use_another_optimizer,                 {},      "optimizer",          1, "embedding"),
+    ("dp=2",   read_in_another_order,                 {},      "data",               1, None),
+    ("dp=2",   change_one_replica,                    {},      "replica",            1, "blocks.0.attention.query"),
+    ("dp=2",   count_each_rank_for_itself,            IMAGES,  "replica",            1, "norm1"),
+    ("fsdp=2", draw_other_masks,                      {},      "loss",               1, "embedding"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("layout", "sabotage", "options", "cause", "step", "module"),
+    [pytest.param(*row, id=f"{row[1].__name__}-{'clipped' if row[2] else 'plain'}") for row in BROKEN],
+)
+def test_a_broken_layout_is_caught_with_its_cause(
+    verifier: Verifier,
+    layout: str,
+    sabotage: Sabotage,
+    options: dict[str, Any],
+    cause: str,
+    step: int,
+    module: str | None,
+) -> None:
+    found = verifier.verify(layout, sabotage, **options)
+    verdict = judge(found)
+    assert not found.same
+    assert (verdict.cause, verdict.step, verdict.module) == (cause, step, module), verdict.text
