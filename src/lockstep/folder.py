@@ -25,6 +25,7 @@ FREE_TO_CHANGE = {
     *("steps", "epochs", "validate_every", "save_every", "keep"),
     *("data.workers", "data.prefetch", "data.persistent"),
     *("shard.level", "shard.units", "shard.min_params"),
+    *("pipeline.schedule", "pipeline.micro_batches", "pipeline.stages_per_rank", "pipeline.cuts"),
 }
 """Keys a continued run may change: the numbers do not depend on them, or they say how far to go."""
 

@@ -19,6 +19,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 DRAWING = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
 """torch's own modules that draw random numbers."""
 
+STATED = "pipeline.cuts says so"
+
 WELL_BALANCED = 1.15
 """A pipeline is balanced when its slowest stage does at most this much of the mean work."""
 
@@ -127,6 +129,23 @@ class ModelPlan:
         return max(work) * len(work) / total if (total := sum(work)) > 0 else 1.0
 
 
+def balance(plan: ModelPlan) -> str:
+    """How evenly the stages share the work, and why not more evenly where they do not."""
+    work, count = plan.work(), plan.stages
+    said = f"the slowest stage does {plan.imbalance:.2f} x the mean of the measured work"
+    if plan.imbalance <= WELL_BALANCED:
+        return said
+    worst = work.index(max(work))
+    parts = plan.parts[plan.cuts[worst] : plan.cuts[worst + 1]]
+    largest = max(parts, key=lambda part: part.work)
+    if plan.how == STATED:
+        return f"{said}: {plan.how}"
+    if largest.work * count > WELL_BALANCED * sum(work):
+        alone = f"{largest.name} alone is {largest.work / sum(work):.0%} of it"
+        return f"{said}, because {alone}, and {count} stages should have {1 / count:.0%} each"
+    return f"{said}, because its parts cannot be shared out more evenly: {len(plan.parts)} of them over {count} stages"
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a module in a forward, and the calls inside it."""
@@ -169,7 +188,7 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
     """
     blocks = find_blocks(model)
     block_ids = {id(block) for _, block in blocks}
-    times = Counter(id(call.module) for call in _all_calls(calls))
+    times = Counter(id(call.module) for call in all_calls(calls))
     if (often := times[id(model)]) != 1:
         how = "does not call the model" if often == 0 else f"calls the model {often} times"
         raise UserError(
@@ -207,10 +226,11 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
     return [(call.name, call.module) for call in parts]
 
 
-def _all_calls(call: Call) -> Iterator[Call]:
+def all_calls(call: Call) -> Iterator[Call]:
+    """Every call inside a call."""
     for inner in call.inside:
         yield inner
-        yield from _all_calls(inner)
+        yield from all_calls(inner)
 
 
 # ---- Where to cut
@@ -230,12 +250,12 @@ def choose_cuts(parts: Sequence[Part], stages: int, stated: Sequence[str] | None
             f"use at most {most} stages (ranks of pp x stages per rank)" if most > 1 else "use a dp or fsdp layout",
         )
     if stated is not None:
-        return _stated_cuts(parts, stages, stated), "pipeline.cuts says so"
+        return _stated_cuts(parts, stages, stated), STATED
     first = [0, *candidates]
     ends = [*candidates, len(parts)]
     work = [sum(part.work for part in parts[a:b]) for a, b in zip(first, ends, strict=True)]
     chosen = _least_worst(work, stages)
-    return [first[at] for at in chosen] + [len(parts)], "the stages' measured work is as equal as the parts allow"
+    return [first[at] for at in chosen] + [len(parts)], "the measured work is shared out"
 
 
 def _stated_cuts(parts: Sequence[Part], stages: int, stated: Sequence[str]) -> list[int]:

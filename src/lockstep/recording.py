@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lockstep.data.loader import Loader, StepBatch
     from lockstep.engine import Engine, StepResult
 
+PLAN = "plan.json"
+
 BatchNorm = Literal["micro-batch", "sync"]
 Tensors = dict[str, torch.Tensor]
 
@@ -86,6 +88,10 @@ class Recorder:
         instead |= {f"numerics.{key}": value for key, value in plain[1].model_dump().items()}
         self._changed = {key: [value, instead[key]] for key, value in asked.items() if value != instead[key]}
         return plain
+
+    def explain(self, plan: dict[str, Any]) -> None:
+        """Leave the plan of the model where the command finds it."""
+        (Path(self.settings.folder) / PLAN).write_text(json.dumps(plan), encoding="utf-8")
 
     def with_fewer_blocks(self, build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """The same model with only the blocks that are to stay."""

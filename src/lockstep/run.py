@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lockstep.checkpoint.format import checkpoints_folder, step_folder
-from lockstep.checkpoint.load import check_layout, load_shard
+from lockstep.checkpoint.load import check_layout, cut_as_before, load_shard
 from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
 from lockstep.checkpoint.state import engine_state, merge_optimizers, restore_engine, restore_model
@@ -49,12 +49,20 @@ from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
 from lockstep.errors import UserError, unknown
 from lockstep.events import EventLog, without_non_finite
+from lockstep.explain import describe
 from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch
-from lockstep.parallel.apply import Cutting, Look, check_goes_with_pipeline, parallelize, parallelize_pipeline
+from lockstep.parallel.apply import (
+    Cutting,
+    Look,
+    check_goes_with_pipeline,
+    parallelize,
+    parallelize_pipeline,
+    plan_only,
+)
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.timetable import check as check_timetable
@@ -106,6 +114,7 @@ class Run:
         self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self._pipeline = PipelineConfig()
+        self._micro_batches = 1
         self.saved_step = -1  # the last step that was saved here
         self._attention: str | None = None
         self._garbage: GarbageCollection | None = None
@@ -182,6 +191,8 @@ class Run:
             pipeline_config(pipeline).model_dump(exclude_unset=True)
             | self._config.pipeline.model_dump(exclude_unset=True)
         )
+        if self._start is not None and self.layout.pp > 1:
+            self._pipeline = cut_as_before(self._pipeline, self.layout.pp, self._start.index)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, batch_norm)
         engine = self.engine = Engine(
             loss,
@@ -207,9 +218,21 @@ class Run:
         def prepare(look: Look) -> None:
             self.status("looking at the model, to cut it into stages")
             engine.attach(parallelize_pipeline(build_model, look, *where))
+            assert engine.pipeline is not None
+            self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             self._restore(engine)
 
-        if self.layout.pp > 1:
+        def explain(look: Look) -> None:
+            assert self._recorder is not None
+            target = self._target_layout
+            planned = plan_only(build_model, look, target, self._comm, self.device, cutting, self.seed)
+            self._recorder.explain(describe(planned, target, self._pipeline, self._micro_batches))
+            self.leave()
+            raise SystemExit(0)
+
+        if self._recorder and self._recorder.settings.explain:
+            engine.when_data_is_known(explain)
+        elif self.layout.pp > 1:
             check_goes_with_pipeline(self.layout, cutting)
             engine.when_data_is_known(prepare)
         else:
@@ -256,9 +279,9 @@ class Run:
         chosen = saved.get("micro_batch") or micro_batch or self._default_micro_batch(global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         reading = self._reading(workers, prefetch, persistent, collate)
-        if self.layout.pp > 1:
+        if self._target_layout.pp > 1:
             self._check_micro_batches(global_batch, chosen, micro_batch)
-            self._show_first(dataset, order, collate)
+        self._show_first(dataset, order, collate)
         if not saved and micro_batch is None:
             if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
                 self.status("measuring how many samples one forward can hold")
@@ -453,22 +476,31 @@ class Run:
         at = self.layout.coordinate(self.rank)
         return at["pp"] * self.layout.fsdp + at["fsdp"]
 
+    @property
+    def _target_layout(self) -> Layout:
+        """The layout of this run, or the one that it is to explain."""
+        if self._recorder and self._recorder.settings.explain:
+            return Layout.parse(self._recorder.settings.layout)
+        return self.layout
+
     def _default_micro_batch(self, global_batch: int) -> int:
-        if self.layout.pp > 1:
-            return choose_micro_batch(self._pipeline, self.layout.pp, global_batch, self.layout.data_size)
+        layout = self._target_layout
+        if layout.pp > 1:
+            return choose_micro_batch(self._pipeline, layout.pp, global_batch, layout.data_size)
         return -(-global_batch // self.layout.data_size)
 
     def _check_micro_batches(self, global_batch: int, micro_batch: int, told: int | None) -> None:
         """Refuse a number of micro-batches that the pipeline's schedule cannot take."""
-        wanted = self._pipeline.micro_batches
-        fewest, most = divmod(-(-global_batch // micro_batch), self.layout.data_size)
+        wanted, layout = self._pipeline.micro_batches, self._target_layout
+        fewest, most = divmod(-(-global_batch // micro_batch), layout.data_size)
+        self._micro_batches = fewest + bool(most)
         if told is not None and wanted is not None and wanted != fewest:
             raise UserError(
                 f"pipeline.micro_batches is {wanted}, and micro_batch {told} makes {fewest} of a step's samples",
                 "say one of them",
             )
-        check_timetable(self._pipeline.schedule, self.layout.pp, self._pipeline.per_rank, fewest + bool(most))
-        check_timetable(self._pipeline.schedule, self.layout.pp, self._pipeline.per_rank, fewest)
+        for number in {fewest, fewest + bool(most)}:
+            check_timetable(self._pipeline.schedule, layout.pp, self._pipeline.per_rank, number)
 
     def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""

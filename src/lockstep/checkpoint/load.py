@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint import format as fmt
 from lockstep.checkpoint.format import checkpoints_folder, damage, read_index, step_folder, steps_on_disk
+from lockstep.config import PipelineConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
+from lockstep.parallel.timetable import stages_of
 
 
 def latest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | None:
@@ -48,6 +50,25 @@ def check_layout(folder: Path, layout: Layout) -> None:
             f"the checkpoint {folder.name} was written with layout {saved} and cannot be cut for {layout}",
             f"use a layout with {axes}, or start anew with --resume never",
         )
+
+
+def cut_as_before(config: PipelineConfig, ranks: int, index: dict[str, Any]) -> PipelineConfig:
+    """The pipeline that wrote a checkpoint, whose shards hold its stages; another one is refused.
+
+    Work is measured anew at every start: left alone, the same model might be cut elsewhere.
+    """
+    saved = index["pipeline"]
+    if stages_of(config.schedule, ranks, config.per_rank) != saved["stages"]:
+        raise UserError(
+            f"the checkpoint was written with other stages on each rank than schedule {config.schedule} has",
+            f"use one with {len(saved['stages'][0])} stages per rank as before, or start anew with --resume never",
+        )
+    if config.cuts is not None and config.cuts != saved["cuts"]:
+        raise UserError(
+            f"the checkpoint was cut at {', '.join(saved['cuts'])}, and pipeline.cuts is {', '.join(config.cuts)}",
+            "leave pipeline.cuts as it was, or start anew with --resume never",
+        )
+    return config.model_copy(update={"cuts": saved["cuts"]})
 
 
 def load_shard(folder: Path, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -40,6 +40,7 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
         "step": engine.steps_done,
         "skipped": engine.steps_skipped,
         "layout": str(engine.layout),
+        "pipeline": engine.pipeline.state() if engine.pipeline else None,
         "optimizer": {"values": values, "groups": groups},
         "attention": None if engine.measures_attention else engine.attention or "as torch chooses",
         "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,

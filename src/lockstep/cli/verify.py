@@ -53,8 +53,7 @@ def verify_command(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as temporary:
         folders = {name: Path(temporary, name) for name in ("layout", "single")}
         if explain:
-            outcome = _launch(folders["single"], config, Layout(), worker, settings, terminal)
-            return _failed(outcome, "on one process", as_json) if outcome.code else 0
+            return _explain(folders["single"], config, worker, settings, terminal, as_json)
 
         from lockstep.causes import judge
         from lockstep.recording import read_recording
@@ -157,6 +156,25 @@ def _launch(
         )
     finally:
         console.close()
+
+
+def _explain(
+    folder: Path, config: LaunchConfig, worker: list[str], settings: dict[str, Any], terminal: Terminal, as_json: bool
+) -> int:
+    """Let one process look at the model, and show how it would be cut."""
+    from lockstep.explain import show
+    from lockstep.layout import Layout
+    from lockstep.recording import PLAN
+
+    with terminal.status("looking at the model"):
+        outcome = _launch(folder, config, Layout(), worker, settings)
+    if outcome.code:
+        return _failed(outcome, "on one process", as_json)
+    plan = json.loads((folder / "recording" / PLAN).read_text(encoding="utf-8"))
+    show(plan, terminal)
+    if as_json:
+        print(json.dumps(plan, allow_nan=False))
+    return 0
 
 
 def _failed(outcome: Outcome, where: str, as_json: bool) -> int:

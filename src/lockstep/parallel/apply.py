@@ -25,7 +25,7 @@ from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.links import Links
 from lockstep.parallel.materialise import build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.planning import plan_pipeline
+from lockstep.parallel.planning import Planned, plan_pipeline
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import ShardedGradients, shard, sharding_units
@@ -169,7 +169,8 @@ def parallelize_pipeline(
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     fill_buffers(built)
     store_in(built.model, numerics)
-    plan, skeleton = plan_pipeline(built.model, look, layout.pp, config, comm, device)
+    planned = plan_pipeline(built.model, look, layout.pp * config.per_rank, config.cuts, comm, device)
+    plan, skeleton = planned.plan, planned.skeleton
     rank = layout.coordinate(comm.rank)["pp"]
     links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
@@ -232,6 +233,26 @@ def parallelize_pipeline(
         pipeline,
         skeleton,
     )
+
+
+def plan_only(
+    build_model: Callable[[], nn.Module],
+    look: Look,
+    layout: Layout,
+    comm: Comm,
+    device: torch.device,
+    cutting: Cutting,
+    seed: int,
+) -> Planned:
+    """The plan that `parallelize` would follow for a layout, made by one process."""
+    if layout.pp > 1:
+        check_goes_with_pipeline(layout, cutting)
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    fill_buffers(built)
+    store_in(built.model, cutting.numerics)
+    config = cutting.pipeline
+    stages = layout.pp * config.per_rank if layout.pp > 1 else 1
+    return plan_pipeline(built.model, look, stages, config.cuts if layout.pp > 1 else None, comm, device)
 
 
 def check_goes_with_pipeline(layout: Layout, cutting: Cutting) -> None:

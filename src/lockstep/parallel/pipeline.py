@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.config import Schedule
-from lockstep.modelplan import ModelPlan
+from lockstep.modelplan import ModelPlan, balance
 from lockstep.parallel.backward import backward_of_inputs
 from lockstep.parallel.crossing import Rehearsal, Value
 from lockstep.parallel.links import Key, Links
@@ -55,6 +55,16 @@ class Pipeline:
             s: rank for rank, own in enumerate(stages_of(self.schedule, self.ranks, len(self.stages))) for s in own
         }
         return [places[stage] for stage in range(self.plan.stages)]
+
+    def describe(self) -> str:
+        """One line for people: the stages and how evenly they share the work."""
+        names = [self.plan.parts[cut].name for cut in self.plan.cuts[1:-1]]
+        return f"{self.plan.stages} stages, cut before {', '.join(names)}; {balance(self.plan)}"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to know to be cut the same way again."""
+        cuts = [self.plan.parts[cut].name for cut in self.plan.cuts[1:-1]]
+        return {"cuts": cuts, "stages": stages_of(self.schedule, self.ranks, len(self.stages))}
 
     def step(
         self,

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config import PipelineConfig
 from lockstep.errors import UserError
-from lockstep.modelplan import ModelPlan, Part, choose_cuts, find_blocks, find_parts, record_calls, seed_points
+from lockstep.modelplan import (
+    ModelPlan,
+    Part,
+    all_calls,
+    choose_cuts,
+    find_blocks,
+    find_parts,
+    record_calls,
+    seed_points,
+)
 from lockstep.parallel.crossing import Rehearsal, rehearse, without_data
 from lockstep.parallel.stage import every_parameter, skeleton_of
 from lockstep.parallel.work import measure_work
 from lockstep.runtime.comm import Comm
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from: a skeleton of the model, one forward of it, and who was called how often."""
+
+    plan: ModelPlan
+    skeleton: nn.Module
+    rehearsal: Rehearsal
+    calls: Counter[str]
+
+
 def plan_pipeline(
     model: nn.Module,
     look: Callable[[nn.Module], Any],
-    ranks: int,
-    config: PipelineConfig,
+    stages: int,
+    cuts: list[str] | None,
     comm: Comm,
     device: torch.device,
-) -> tuple[ModelPlan, nn.Module]:
-    """Where to cut a model, and the skeleton it was looked at with. Every rank comes to the same plan."""
-    stages = ranks * config.per_rank
+) -> Planned:
+    """Where to cut a model. Every rank comes to the same plan."""
     skeleton = skeleton_of(model, device)
     with without_data():
         calls = record_calls(skeleton, lambda: look(skeleton))
@@ -39,14 +58,14 @@ def plan_pipeline(
         Part(name, type(module).__name__, name in blocks, sum(p.numel() for p in module.parameters()), seconds)
         for (name, module), seconds in zip(found, work, strict=True)
     ]
-    cuts, how = choose_cuts(parts, stages, config.cuts)
-    plan = ModelPlan(parts, cuts, {}, {}, _tied_names(skeleton), how)
+    chosen, how = choose_cuts(parts, stages, cuts)
+    plan = ModelPlan(parts, chosen, {}, {}, _tied_names(skeleton), how)
     users, buffer_users = _users(skeleton, plan, rehearsal)
-    plan = ModelPlan(parts, cuts, users, buffer_users, plan.ties, how)
+    plan = replace(plan, users=users, buffer_users=buffer_users)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
         raise UserError("the model has no parameters to train", "check what build_model returns")
     _refuse_uncuttable(skeleton, plan, rehearsal)
-    return plan, skeleton
+    return Planned(plan, skeleton, rehearsal, Counter(call.name for call in all_calls(calls)))
 
 
 def rehearse_parts(skeleton: nn.Module, parts: list[str], look: Callable[[nn.Module], Any]) -> Rehearsal:
@@ -84,7 +103,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) -> None:
     for part, line in rehearsal.random_after:
-        if part >= plan.cuts[1]:
+        if plan.stages > 1 and part >= plan.cuts[1]:
             raise UserError(
                 f"{line} draws random numbers outside of any module, after the first stage of the pipeline, where they "
                 "would depend on the layout",

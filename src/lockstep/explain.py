@@ -1,0 +1,143 @@
+"""A model's plan for people: `lockstep verify --explain` shows it module by module, with the reason."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from lockstep.modelplan import ModelPlan, balance
+from lockstep.parallel.timetable import peak_in_flight, stages_of, timetable
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from torch import nn
+
+    from lockstep.config import PipelineConfig
+    from lockstep.layout import Layout
+    from lockstep.parallel.planning import Planned
+
+
+def describe(planned: Planned, layout: Layout, config: PipelineConfig, micro_batches: int) -> dict[str, Any]:
+    """The plan as JSON."""
+    plan, model = planned.plan, planned.skeleton
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layout": str(layout),
+        "schedule": config.schedule if layout.pp > 1 else None,
+        "micro_batches": micro_batches,
+        "modules": _modules(planned),
+        "stages": _stages(planned, layout, config, micro_batches),
+        "shared": {name: users for name, users in plan.users.items() if len(users) > 1},
+        "ties": plan.ties,
+        "imbalance": plan.imbalance,
+        "balance": balance(plan),
+        "cuts": [plan.parts[cut].name for cut in plan.cuts[1:-1]],
+    }
+
+
+def _modules(planned: Planned) -> list[dict[str, Any]]:
+    """The parts, and what is outside of them, in the order in which the model holds them."""
+    plan, model = planned.plan, planned.skeleton
+    numbers = {part.name: number for number, part in enumerate(plan.parts)}
+    rows: list[dict[str, Any]] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        if name in numbers:
+            rows.append(_part_row(plan, numbers[name]))
+            return
+        for leaf, parameter in module.named_parameters(recurse=False):
+            users = plan.users.get(f"{name}.{leaf}".lstrip("."), [])
+            kind, size = "parameter", parameter.numel()
+            rows.append(_row(f"{name}.{leaf}".lstrip("."), kind, users, size, 0.0, "used outside of any module"))
+        inner = list(module.named_children())
+        times = planned.calls[name]
+        if times > 1 or (inner == [] and times == 0 and name):
+            users = sorted({s for key, used in plan.users.items() if key.startswith(f"{name}.") for s in used})
+            why = f"called {times} times: runs wherever it is called" if times else "not called"
+            size = sum(parameter.numel() for parameter in module.parameters())
+            rows.append(_row(name, type(module).__name__, users, size, 0.0, why))
+            return
+        for child_name, child in inner:
+            visit(child, f"{name}.{child_name}".lstrip("."))
+
+    visit(model, "")
+    return rows
+
+
+def _part_row(plan: ModelPlan, number: int) -> dict[str, Any]:
+    part, stage = plan.parts[number], plan.stage_of(number)
+    whole = sum(plan.work()) or 1.0
+    why = "a repeated block" if part.is_block else "called once" if part.parameters else "no parameters to begin with"
+    if number in plan.cuts[1:-1]:
+        why = f"begins stage {stage}: {plan.how}"
+    return _row(part.name, part.kind, [stage], part.parameters, part.work / whole, why)
+
+
+def _row(name: str, kind: str, stages: list[int], parameters: int, work: float, why: str) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "stages": stages, "parameters": parameters, "work": work, "why": why}
+
+
+def _stages(planned: Planned, layout: Layout, config: PipelineConfig, micro_batches: int) -> list[dict[str, Any]]:
+    plan, whole = planned.plan, sum(planned.plan.work()) or 1.0
+    by_rank = stages_of(config.schedule, layout.pp, config.per_rank) if layout.pp > 1 else [[0]]
+    tables = timetable(config.schedule, layout.pp, config.per_rank, micro_batches) if layout.pp > 1 else [[]]
+    sizes = {name: parameter.numel() for name, parameter in planned.skeleton.named_parameters()}
+    found = []
+    for stage, (first, end) in enumerate(itertools.pairwise(plan.cuts)):
+        rank = next(rank for rank, own in enumerate(by_rank) if stage in own)
+        crossing = [planned.rehearsal.values[n] for n in planned.rehearsal.crossing(first)] if stage else []
+        found.append(
+            {
+                "stage": stage,
+                "rank": rank,
+                "from": plan.parts[first].name if plan.parts else "",
+                "parts": end - first,
+                "parameters": sum(sizes[name] for name, users in plan.users.items() if stage in users),
+                "work": plan.work()[stage] / whole,
+                "in_flight": peak_in_flight(action for action in tables[rank] if action.stage == stage),
+                "receives": [f"{_shape(value)} {_dtype(value)}" for value in crossing],
+                "receives_bytes": sum(value.shape.numel() * value.dtype.itemsize for value in crossing),
+            }
+        )
+    return found
+
+
+def _shape(value: Any) -> str:
+    return "x".join(map(str, value.shape)) or "one number"
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def show(plan: dict[str, Any], terminal: Terminal) -> None:
+    """Print a plan."""
+    from rich.table import Table
+
+    is_cut = len(plan["stages"]) > 1
+    terminal.print(f"{plan['model']}: {plan['parameters']:,} parameters, layout {plan['layout']}", markup=False)
+    table = Table("stage", "module", "kind", "parameters", "work", "why", box=None, header_style="bold", pad_edge=False)
+    for row in plan["modules"]:
+        where = ", ".join(map(str, row["stages"]))
+        size = f"{row['parameters']:,}" if row["parameters"] else ""
+        work = f"{row['work']:.1%}" if row["work"] else ""
+        style = "bold" if is_cut and row["why"].startswith("begins") else None
+        table.add_row(where, row["name"], row["kind"], size, work, row["why"], style=style)
+    terminal.print(table)
+    if is_cut:
+        terminal.print()
+        stages = Table("stage", "rank", "from", "parameters", "work", "in flight", "receives", box=None, pad_edge=False)
+        for one in plan["stages"]:
+            sent = " + ".join(one["receives"])
+            text = f"{sent} ({one['receives_bytes'] / 1e6:.3g} MB a micro-batch)" if sent else "the batch alone"
+            facts = (f"{one['parameters']:,}", f"{one['work']:.1%}", str(one["in_flight"]), text)
+            stages.add_row(str(one["stage"]), str(one["rank"]), one["from"], *facts)
+        terminal.print(stages)
+        terminal.print()
+        terminal.print(f"schedule {plan['schedule']}, {plan['micro_batches']} micro-batches: {plan['balance']}")
+    for group in plan["ties"]:
+        terminal.print(f"tied: {' = '.join(group)}", markup=False)
+    for name, users in plan["shared"].items():
+        on = " and ".join(map(str, users))
+        terminal.print(f"shared: {name} is on stages {on}, and its gradients are added up", markup=False)
