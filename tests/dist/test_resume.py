@@ -383,7 +383,7 @@ def test_another_number_of_shards_is_refused_in_one_sentence(ranks: RankPool, tm
         assert isinstance(error, UserError)
         assert str(error) == (
             f"the checkpoint step-00000001 was written with layout fsdp=2 and cannot be cut for {layout}: "
-            "use a layout with fsdp=2, or start anew with --resume never"
+            "use a layout with pp=1 and fsdp=2, or start anew with --resume never"
         )
 
 

@@ -19,6 +19,7 @@ from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
 from lockstep.grads import local_gradients
 from lockstep.layout import Layout
+from lockstep.modelplan import find_blocks, seed_points
 from lockstep.parallel.apply import LocalGradients, ParallelModel
 from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import shard
@@ -142,23 +143,27 @@ def train_on_nccl(job: Job) -> dict[str, list[float]]:
     for kind in ("alone", "buckets", "shards"):
         torch.default_generator.manual_seed(SEED)
         model = TinyGPT(True, 0.2).to(device)
-        blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-        sync: Any = LocalGradients(model)
+        blocks = find_blocks(model)
+        seeded = seed_points(model, [block for _, block in blocks])
+        sync: Any = LocalGradients(list(model.parameters()))
         if kind == "buckets":
             sync = GradientBuckets(list(model.named_parameters()), group, comm)
         elif kind == "shards":
             sync = shard(model, [block for _, block in blocks], comm, ShardConfig(), NumericsConfig())
         parallel = ParallelModel(
-            model,
-            blocks,
+            [model],
+            [name for name, _ in blocks],
+            [seeded],
             list(model.named_parameters()),
+            list(model.named_buffers()),
             sync,
-            RunningStatistics(model, comm),
-            group if kind == "shards" else None,
-            None,
+            RunningStatistics(model.named_modules(), comm),
+            list(model.parameters()),
+            [group] if kind == "shards" else [],
+            is_sharded=kind == "shards",
+            together=None,
         )
         engine = Engine(
-            parallel,
             text_loss,
             adamw,
             layout=Layout(),
@@ -168,6 +173,7 @@ def train_on_nccl(job: Job) -> dict[str, list[float]]:
             seed=SEED,
             clip=0.5,
         )
+        engine.attach(parallel)
         plans = order.steps(Position())
         batches = read_steps(RaggedTexts(), (next(plans) for _ in range(STEPS)), order, Reading())
         losses[kind] = [engine.step(batch).loss for batch in batches]

@@ -133,7 +133,7 @@ class Trainings:
         return together(self.outcomes("single", entry))
 
     def _train(self, layout: str, names: list[str]) -> None:
-        by_rank = self._ranks.run(train, Layout.parse(layout).world_size, layout, names, timeout=50)
+        by_rank = self._ranks.run(train, Layout.parse(layout).world_size, layout, names, timeout=100)
         for name, *outcomes in zip(names, *by_rank, strict=True):
             self._found[layout, name] = outcomes
 

@@ -78,6 +78,8 @@ def test_text_that_is_no_layout_is_refused_with_what_would_be_right(text: str, s
         ("fsdp=auto", 6, Layout(fsdp=6)),
         ("dp=2,fsdp=auto", 8, Layout(dp=2, fsdp=4)),
         ("dp=auto,fsdp=4", 4, Layout(fsdp=4)),
+        ("pp=2,dp=auto", 6, Layout(pp=2, dp=3)),
+        ("pp=auto", 4, Layout(pp=4)),
     ],
 )
 def test_auto_takes_what_is_left_of_the_processes(text: str, world_size: int, resolved: Layout) -> None:
@@ -90,7 +92,7 @@ def test_auto_takes_what_is_left_of_the_processes(text: str, world_size: int, re
         (
             "dp=3",
             2,
-            "layout dp=3 needs 3 processes but there are 2: use --nproc 3, or layout dp=2 or fsdp=2",
+            "layout dp=3 needs 3 processes but there are 2: use --nproc 3, or layout dp=2 or fsdp=2 or pp=2",
         ),
         ("dp=2", 1, "layout dp=2 needs 2 processes but there is 1: use --nproc 2, or layout single"),
         (
@@ -103,9 +105,15 @@ def test_auto_takes_what_is_left_of_the_processes(text: str, world_size: int, re
             "dp=auto,fsdp=3",
             2,
             "layout dp=auto,fsdp=3 needs a multiple of 3 processes but there are 2: "
-            "use --nproc 3 or a multiple of it, or layout fsdp=2 or dp=2",
+            "use --nproc 3 or a multiple of it, or layout fsdp=2 or dp=2 or pp=2",
         ),
-        ("single", 2, "layout single needs 1 process but there are 2: use --nproc 1, or layout dp=2 or fsdp=2"),
+        ("single", 2, "layout single needs 1 process but there are 2: use --nproc 1, or layout dp=2 or fsdp=2 or pp=2"),
+        (
+            "pp=4,dp=2",
+            4,
+            "layout pp=4,dp=2 needs 4 x 2 = 8 processes but there are 4: "
+            "use --nproc 8, or layout pp=2,dp=2 or pp=4 or dp=4",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_arithmetic_and_layouts_that_do(
@@ -116,7 +124,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_arithmetic_and_layouts_t
     assert str(refusal.value) == sentence
 
 
-@pytest.mark.parametrize("text", ["dp=7", "fsdp=5", "dp=3,fsdp=7", "dp=auto,fsdp=13", "dp=1024"])
+@pytest.mark.parametrize("text", ["dp=7", "fsdp=5", "dp=3,fsdp=7", "dp=auto,fsdp=13", "dp=1024", "pp=6,dp=5", "pp=3,dp=auto"])
 def test_every_suggested_layout_fits(text: str) -> None:
     wanted = Layout.parse(text)
     for world_size in range(1, 65):
@@ -130,17 +138,13 @@ def test_every_suggested_layout_fits(text: str) -> None:
             Layout.parse(suggestion).resolve(world_size)
 
 
-@pytest.mark.parametrize(
-    ("text", "meaning"),
-    [("pp=2", "pipeline stages"), ("cp=2", "parts of each sequence"), ("tp=2", "parts of each matrix")],
-)
+@pytest.mark.parametrize(("axis", "meaning"), [("cp", "parts of each sequence"), ("tp", "parts of each matrix")])
 @pytest.mark.parametrize("size", ["2", "auto"])
-def test_an_axis_that_is_not_available_is_refused_by_name(text: str, meaning: str, size: str) -> None:
-    axis = text.partition("=")[0]
+def test_an_axis_that_is_not_available_is_refused_by_name(axis: str, meaning: str, size: str) -> None:
     with pytest.raises(UserError) as refusal:
         Layout.parse(f"{axis}={size}").resolve(2)
     assert str(refusal.value) == (
-        f"axis {axis} ({meaning}) is not available in this version: use dp and fsdp, for example dp=2"
+        f"axis {axis} ({meaning}) is not available in this version: use pp, dp, fsdp, for example dp=2"
     )
 
 
@@ -197,6 +201,7 @@ def test_without_other_axes_the_data_rank_is_the_rank(text: str) -> None:
     [
         ("single", "one process, nothing is cut"),
         ("dp=4", "dp=4 replicas of the model"),
+        ("pp=2,dp=2", "pp=2 pipeline stages; dp=2 replicas of the model"),
         (
             "dp=2,fsdp=4",
             "dp=2 replicas of the model; fsdp=4 shards of the parameters, gradients and optimizer state",

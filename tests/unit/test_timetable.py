@@ -11,8 +11,9 @@ from typing import get_args
 
 import pytest
 
+from lockstep.config import Schedule
 from lockstep.errors import UserError
-from lockstep.parallel.timetable import Action, Schedule, check, peak_in_flight, stages_of, timetable
+from lockstep.parallel.timetable import Action, check, peak_in_flight, stages_of, timetable
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 PER_RANK: dict[Schedule, tuple[int, ...]] = {
@@ -118,16 +119,23 @@ def test_the_orders_of_one_stage_per_rank(schedule: Schedule, order: list[str]) 
 
 @each_pipeline
 def test_a_number_that_is_refused_runs_all_the_same(schedule: Schedule, ranks: int, per_rank: int) -> None:
+    """All forwards first; 1f1b has an order of its own for any number."""
     for number in MICRO_BATCHES:
-        if refusal(schedule, ranks, per_rank, number):
+        if refusal(schedule, ranks, per_rank, number) and schedule != "1f1b":
             for actions in timetable(schedule, ranks, per_rank, number):
                 assert "".join(action.kind for action in actions) == "F" * per_rank * number + "B" * per_rank * number
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "looped-bfs", "zbv"])
-def test_most_schedules_take_any_number(schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs"])
+def test_schedules_that_do_all_forwards_first_take_any_number(schedule: Schedule) -> None:
     for number in MICRO_BATCHES:
         check(schedule, 4, PER_RANK[schedule][0], number)
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("1f1b", 4), ("zbv", 4), ("dualpipev", 8)])
+def test_others_take_any_number_from_their_least(schedule: Schedule, least: int) -> None:
+    for number in MICRO_BATCHES:
+        assert bool(refusal(schedule, 4, PER_RANK[schedule][0], number)) == (number < least)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +155,12 @@ def test_most_schedules_take_any_number(schedule: Schedule) -> None:
          "1f1b"),
         ("dualpipev", 2, 3, 4, "schedule dualpipev needs exactly 2 stages per rank, not 3: give 2 stages per rank, or "
          "use schedule interleaved-zero-bubble"),
-        ("dualpipev", 4, 2, 7, "schedule dualpipev takes no fewer micro-batches than stages, but there are 7 "
-         "micro-batches for 8 stages: give 8 micro-batches or more, or use schedule zbv"),
+        ("1f1b", 4, 1, 3, "schedule 1f1b on 4 ranks needs at least 4 micro-batches in a step, not 3: give 4 or more (a "
+         "smaller micro_batch, or a larger global_batch), or use schedule gpipe"),
+        ("zbv", 4, 2, 3, "schedule zbv on 4 ranks needs at least 4 micro-batches in a step, not 3: give 4 or more (a "
+         "smaller micro_batch, or a larger global_batch), or use schedule looped-bfs"),
+        ("dualpipev", 4, 2, 7, "schedule dualpipev on 4 ranks needs at least 8 micro-batches in a step, not 7: give 8 "
+         "or more (a smaller micro_batch, or a larger global_batch), or use schedule zbv"),
         ("interleaved-1f1b", 4, 2, 9, "schedule interleaved-1f1b on 4 ranks cannot take 9 micro-batches, which are not "
          "2 rounds of equal size: give 7, 8 or 10 micro-batches, or use schedule looped-bfs"),
         ("interleaved-zero-bubble", 2, 2, 5, "schedule interleaved-zero-bubble on 2 ranks cannot take 5 micro-batches, "
