@@ -219,13 +219,18 @@ class Engine:
         totals = self.forward_backward(batch.micro_batches, loss_scale / batch.global_batch)
         exchange = self._exchange or self._start_exchange(totals)
         has_unused = self._gradients.wait()
-        loss_sum, weight, bad_ranks, unused, *votes = exchange()
+        loss_sum, weight, bad_ranks, unused, paths, squares, *votes = exchange()
         self._requests.agree(votes)
         if bad_ranks:
             reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else _sample_ids(batch))
             rank = next(rank for rank, report in enumerate(reports) if report is not None)
             raise NonFiniteError("loss", self.steps_done + 1, rank, reports[rank])
 
+        if self._comm.world_size * squares > paths * paths * (1 + 1e-12):  # only equal numbers have no variance
+            raise UserError(
+                "the ranks called different sharded blocks in one step, and so gathered each other's weights",
+                "let every forward call the same blocks (multiply by 0 what is left out), or use a dp layout",
+            )
         self._gradients.finish(has_unused or bool(unused))
         self._statistics.combine()
         norm = torch.zeros((), device=self.device)
@@ -270,7 +275,8 @@ class Engine:
         self.check_last_gradient()
         bad = float(not math.isfinite(loss) or not math.isfinite(weight))
         unused = 0 if self._gradients.counts_unused else self._gradients.unused()
-        return self._comm.start_sum([loss, weight, bad, float(unused), *self._requests.votes()])
+        path = float(self._gradients.path)
+        return self._comm.start_sum([loss, weight, bad, float(unused), path, path * path, *self._requests.votes()])
 
     def _overflowed(self, norm: HostCopy) -> bool:
         """Whether the gradients of an fp16 step are too large for its loss scale, which learns from it.

@@ -48,6 +48,8 @@ class GradientSync(Protocol):
     """
 
     counts_unused: bool
+    path: int
+    """Tells apart steps in which a rank gathered its parameters in another order; 0 where nothing is gathered."""
 
     def rest(self) -> None: ...
     def begin(self) -> None: ...
@@ -333,6 +335,7 @@ class PipelineGradients:
     """The gradients of the stages of one rank: reduced after the last of their backward passes, and ties added up."""
 
     counts_unused = False
+    path = 0  # the parts of a stage are called in one order, or the forward is refused
 
     def __init__(self, stages: list[GradientSync], ties: list[Tie]) -> None:
         self._stages = stages
@@ -388,6 +391,7 @@ class LocalGradients:
     """One process: gradients need no synchronisation."""
 
     counts_unused = True
+    path = 0
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters

@@ -25,6 +25,8 @@ BUCKET_BYTES = 25 << 20
 class GradientBuckets:
     """The gradients of a replicated model, kept as views into flat buffers that are summed over `group`."""
 
+    path = 0
+
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
