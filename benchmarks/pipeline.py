@@ -198,7 +198,9 @@ def lockstep(problem: Problem, run: Run | None) -> Steps:
         workers=0,
     )
     for batch in loader:
-        yield Step(engine.step(batch).loss, None)
+        loss_now = engine.step(batch).loss
+        assert engine.pipeline is not None
+        yield Step(loss_now, sum(end - began for _, began, end in engine.pipeline.timeline))
 
 
 CONTENDERS: dict[str, Contender] = {"torch": by_hand, "lockstep": lockstep}
