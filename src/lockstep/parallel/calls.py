@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lockstep.errors import UserError
-from lockstep.parallel.crossing import Rehearsal, map_tensors, tensors_of
+from lockstep.parallel.crossing import PLAIN, Rehearsal, map_tensors, tensors_of
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import rehearse_parts
@@ -24,8 +24,6 @@ Start = Callable[[int], AbstractContextManager[None]]
 
 MOST_SHAPES = 1000
 """Shapes of batches that are remembered."""
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 class PipelinedCalls:
@@ -89,7 +87,7 @@ class PipelinedCalls:
         """The model is called: in a stage's forward that is the stage's matter, else all stages compute it together."""
         if any(stage.running for stage in self._pipeline.stages):
             return module._call_impl(*args, **kwargs)
-        if opaque := [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, (torch.Tensor, *PLAIN))]:
+        if opaque := [leaf for leaf in tree_leaves((args, kwargs)) if not _is_plain(leaf)]:
             raise UserError(
                 f"the model of a pipeline was given a {type(opaque[0]).__name__}, which every stage would change alone",
                 "call it with tensors and plain values (and without a cache: use_cache=False)",
@@ -120,11 +118,13 @@ class PipelinedCalls:
         return _without_objects(map_tensors(everywhere, result))
 
     def _look(self, name: str, function: Callable[[nn.Module, Any], Any], data: Sequence[Any]) -> list[Rehearsal]:
-        return [self._rehearsal(name, function, one) for one in data]
-
-    def _rehearsal(self, name: str, function: Callable[[nn.Module, Any], Any], data: Any) -> Rehearsal:
         modes = tuple(module.training for module in self._pipeline.stages[0].model.modules())
-        key = name, torch.is_grad_enabled(), hash(modes), _shape_of(data)
+        kind = name, torch.is_grad_enabled(), hash(modes)
+        return [self._rehearsal((*kind, _shape_of(one)), function, one, modes) for one in data]
+
+    def _rehearsal(
+        self, key: Any, function: Callable[[nn.Module, Any], Any], data: Any, modes: Sequence[bool]
+    ) -> Rehearsal:
         if key not in self._rehearsals:
             if len(self._rehearsals) >= MOST_SHAPES:
                 self._rehearsals.clear()
@@ -140,7 +140,7 @@ def _shape_of(data: Any) -> Any:
     """What tells batches apart for which a forward makes values of other shapes."""
     leaves, structure = tree_flatten(data)
     return str(structure), tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, PLAIN) else type(leaf)
+        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf if _is_plain(leaf) else type(leaf)
         for leaf in leaves
     )
 
@@ -149,6 +149,10 @@ def _without_objects(result: Any) -> Any:
     """The result without what only one stage could have made whole, such as a cache."""
 
     def keep(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, (torch.Tensor, *PLAIN)) or any(True for _ in tensors_of(leaf)) else None
+        return leaf if _is_plain(leaf) or any(True for _ in tensors_of(leaf)) else None
 
     return tree_map(keep, result)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (torch.Tensor, *PLAIN))

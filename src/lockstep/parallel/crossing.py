@@ -51,6 +51,9 @@ IN_PLACE = frozenset(
 """Operations that change their first argument and do not end in an underscore, as the others do."""
 
 
+PLAIN = (bool, int, float, str)
+"""Values that hold no tensors and mean the same on every rank."""
+
 _passes = itertools.count()
 
 
@@ -88,6 +91,8 @@ class Rehearsal:
     values: list[Value] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     """What each part returned: tensors without data in whatever holds them."""
+    results: list[Any] = field(default_factory=list)
+    """What each operation between the parts returned, in the same way; an argument it changed by its place."""
     counts: list[int] = field(default_factory=list)
     """How many values had been made when each part was called."""
     uses: dict[int, set[int]] = field(default_factory=dict)
@@ -100,6 +105,11 @@ class Rehearsal:
     """Whether the model's own code lets torch.utils.checkpoint call parts again in the backward pass."""
     _crossing: dict[int, list[int]] = field(default_factory=dict)
 
+    def fresh(self, stored: Any) -> Any:
+        """Something a part or an operation returned, to be used again."""
+        # Each micro-batch has its own tensors where torch.utils.checkpoint keeps them.
+        return map_tensors(torch.Tensor.detach if self.recomputed else _same, stored)
+
     def crossing(self, cut: int) -> list[int]:
         """The values that are made before a part is called and used at it or later."""
         if cut not in self._crossing:
@@ -111,11 +121,14 @@ class Rehearsal:
 class Watch(TorchFunctionMode):
     """Sees every operation outside the parts and numbers the values that depend on parameters or random numbers.
 
-    `at` is the part that was called last, -1 before the first. `filled` are values that were received: whoever uses
-    one of them is given the received tensor. `keep` are numbers of values to hold on to.
+    `at` is the part that was called last, -1 before the first. As long as there is something `replayed`, operations
+    return what they returned then. `filled` are values that were received: whoever uses one of them is given the
+    received tensor. `keep` are numbers of values to hold on to.
     """
 
-    def __init__(self, rehearsal: Rehearsal | None = None, keep: Sequence[int] = ()) -> None:
+    def __init__(
+        self, rehearsal: Rehearsal | None = None, keep: Sequence[int] = (), replayed: Rehearsal | None = None
+    ) -> None:
         super().__init__()
         self.at = -1
         self.count = 0
@@ -124,6 +137,8 @@ class Watch(TorchFunctionMode):
         self.kept: dict[int, torch.Tensor] = {}
         self.inside_seeded = 0
         self.numbered: list[torch.Tensor] = []
+        self.replayed = replayed
+        self._operations = 0
         self._keep = frozenset(keep)
         self._rehearsal = rehearsal
         self._paused = False
@@ -138,21 +153,41 @@ class Watch(TorchFunctionMode):
         random = func in RANDOM
         if not random and not any(map(self.follows, tensors)):
             return func(*args, **kwargs)
+        operation = self._operations
+        self._operations += 1
+        if self.replayed is not None:
+            return self._replay(operation, func, args, kwargs, tensors)
         if self._rehearsal is not None:
             self._note(func, args, kwargs, tensors, random)
+            versions = [tensor._version for tensor in tensors]
         elif self.filled:
             args, kwargs = self.fill((args, kwargs))
-        versions = [tensor._version for tensor in tensors] if self._rehearsal is not None else []
         result = func(*args, **kwargs)
         if self._rehearsal is not None:
             self.note_changes(tensors, versions)
+            self._rehearsal.results.append(_as_replayed(result, tensors))
+        self._number_all(result)
+        return result
+
+    def _replay(self, operation: int, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """What an operation before this rank's stage returned when it was rehearsed: nobody computes it here."""
+        assert self.replayed is not None
+        if operation >= len(self.replayed.results):
+            raise another_path(f"did something else at {user_line()}")
+        stored = self.replayed.results[operation]
+        if stored is None:  # a shape, a number format
+            return func(*args, **kwargs)
+        result = tensors[stored] if isinstance(stored, int) else self.replayed.fresh(stored)
+        self._number_all(result)
+        return result
+
+    def _number_all(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             self.number(result)
         elif isinstance(result, list | tuple):
             for one in result:
                 if isinstance(one, torch.Tensor):
                     self.number(one)
-        return result
 
     def number(self, tensor: torch.Tensor) -> None:
         """Give a value its number."""
@@ -374,16 +409,31 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors in a value, in lists, dicts, dataclasses and other objects that hold tensors themselves."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif _holds_tensors(leaf):
-            for one in vars(leaf).values():
-                yield from tensors_of(one)
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif type(tree) in (tuple, list):
+        for one in tree:
+            yield from tensors_of(one)
+    elif tree is not None and not isinstance(tree, PLAIN):
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif _holds_tensors(leaf):
+                for one in vars(leaf).values():
+                    yield from tensors_of(one)
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The value with its tensors changed; what holds them is copied."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if tree is None or isinstance(tree, PLAIN):
+        return tree
+    # These by hand: torch's general way takes longer than many an operation.
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(change, one) for one in tree])
+    if type(tree) is dict:
+        return {key: map_tensors(change, one) for key, one in tree.items()}
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -401,6 +451,18 @@ def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, type | nn.Module | torch.Tensor) or not hasattr(leaf, "__dict__"):
         return False
     return dataclasses.is_dataclass(leaf) or any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
+
+
+def _as_replayed(result: Any, given: Sequence[torch.Tensor]) -> Any:
+    for place, tensor in enumerate(given):
+        if result is tensor:
+            return place
+    is_list = isinstance(result, list | tuple) and any(isinstance(one, torch.Tensor) for one in result)
+    return map_tensors(torch.Tensor.detach, result) if is_list or isinstance(result, torch.Tensor) else None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

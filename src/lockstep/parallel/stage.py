@@ -63,7 +63,7 @@ class Stage(nn.Module):
         rehearsal = self.rehearsal
         leaving = [] if self.is_last else rehearsal.crossing(self.end)
         self._received = received
-        self._watch = watch = Watch(keep=leaving)
+        self._watch = watch = Watch(keep=leaving, replayed=None if self.is_first else rehearsal)
         try:
             with watch:
                 result = call(self.model)
@@ -95,7 +95,7 @@ class Stage(nn.Module):
                     raise Cut
                 watch.at = number
                 if number < self.first:
-                    output = self._skip(number)
+                    output = self.rehearsal.fresh(self.rehearsal.outputs[number])
                 else:
                     output = self._compute(watch, number, module, args, kwargs)
                 for tensor in tensors_of(output):
@@ -103,12 +103,6 @@ class Stage(nn.Module):
                 return output
 
         return called
-
-    def _skip(self, number: int) -> Any:
-        """What a part of an earlier stage returns: tensors without data."""
-        # Each micro-batch has its own where torch.utils.checkpoint keeps them.
-        fresh = torch.Tensor.detach if self.rehearsal.recomputed else lambda tensor: tensor
-        return map_tensors(fresh, self.rehearsal.outputs[number])
 
     def _as_before(self, args: Any, kwargs: Any) -> Any:
         """The arguments of a call that torch.utils.checkpoint repeats: received values in the place they had before."""
@@ -123,6 +117,7 @@ class Stage(nn.Module):
         """The stage begins: the values that cross the cut are there."""
         if watch.count != self.rehearsal.counts[self.first]:
             raise another_path(f"made other values before {self._parts[self.first]}")
+        watch.replayed = None
         numbers = self.rehearsal.crossing(self.first)
         values = self.rehearsal.values
         watch.filled = {
