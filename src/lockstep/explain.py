@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.planning import Planned
 
 
-def describe(planned: Planned, layout: Layout, config: PipelineConfig, micro_batches: int) -> dict[str, Any]:
+def describe(planned: Planned, layout: Layout, config: PipelineConfig) -> dict[str, Any]:
     """The plan as JSON."""
     plan, model = planned.plan, planned.skeleton
     return {
@@ -25,9 +25,8 @@ def describe(planned: Planned, layout: Layout, config: PipelineConfig, micro_bat
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layout": str(layout),
         "schedule": config.schedule if layout.pp > 1 else None,
-        "micro_batches": micro_batches,
         "modules": _modules(planned),
-        "stages": _stages(planned, layout, config, micro_batches),
+        "stages": _stages(planned, layout, config),
         "shared": {name: users for name, users in plan.users.items() if len(users) > 1},
         "ties": plan.ties,
         "imbalance": plan.imbalance,
@@ -78,10 +77,11 @@ def _row(name: str, kind: str, stages: list[int], parameters: int, work: float, 
     return {"name": name, "kind": kind, "stages": stages, "parameters": parameters, "work": work, "why": why}
 
 
-def _stages(planned: Planned, layout: Layout, config: PipelineConfig, micro_batches: int) -> list[dict[str, Any]]:
+def _stages(planned: Planned, layout: Layout, config: PipelineConfig) -> list[dict[str, Any]]:
     plan, whole = planned.plan, sum(planned.plan.work()) or 1.0
     by_rank = stages_of(config.schedule, layout.pp, config.per_rank) if layout.pp > 1 else [[0]]
-    tables = timetable(config.schedule, layout.pp, config.per_rank, micro_batches) if layout.pp > 1 else [[]]
+    many = 4 * layout.pp  # micro-batches: with more of them only the schedules that hold all of them hold more
+    tables = timetable(config.schedule, layout.pp, config.per_rank, many) if layout.pp > 1 else [[]]
     sizes = {name: parameter.numel() for name, parameter in planned.skeleton.named_parameters()}
     found = []
     for stage, (first, end) in enumerate(itertools.pairwise(plan.cuts)):
@@ -135,7 +135,7 @@ def show(plan: dict[str, Any], terminal: Terminal) -> None:
             stages.add_row(str(one["stage"]), str(one["rank"]), one["from"], *facts)
         terminal.print(stages)
         terminal.print()
-        terminal.print(f"schedule {plan['schedule']}, {plan['micro_batches']} micro-batches: {plan['balance']}")
+        terminal.print(f"schedule {plan['schedule']}: {plan['balance']}", markup=False, soft_wrap=True)
     for group in plan["ties"]:
         terminal.print(f"tied: {' = '.join(group)}", markup=False)
     for name, users in plan["shared"].items():

@@ -45,6 +45,7 @@ from lockstep.data.loader import (
     first_micro_batch,
 )
 from lockstep.data.order import Order, Position
+from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
 from lockstep.errors import UserError, unknown
@@ -65,8 +66,7 @@ from lockstep.parallel.apply import (
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
-from lockstep.parallel.timetable import check as check_timetable
-from lockstep.parallel.timetable import choose_micro_batch
+from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
 from lockstep.precision import check_can_compute
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
@@ -109,12 +109,9 @@ class Run:
         self._locks = locks
         self._recorder = Recorder(verify, layout, comm.rank) if verify else None
         self._keep = 2
-        self._loaders: dict[str, Loader] = {}
-        self._progress: dict[str, dict[str, Any]] = {}
         self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self._pipeline = PipelineConfig()
-        self._micro_batches = 1
         self.saved_step = -1  # the last step that was saved here
         self._attention: str | None = None
         self._garbage: GarbageCollection | None = None
@@ -130,6 +127,7 @@ class Run:
         except BaseException:
             self.leave()
             raise
+        self._progress = Progress(self._start.index["loaders"] if self._start else {})
         self.best = self._start.best if self._start else None
         if self._start and self._start.folder.parent.resolve() == checkpoints_folder(folder.path).resolve():
             self.saved_step = self._start.index["step"]
@@ -211,7 +209,6 @@ class Run:
             loss_reduction=loss_reduction,
             observe=self._observe,
         )
-        self._loaders.clear()
         self._progress.clear()
         where = (self.layout, self._comm, self.device, cutting, self.seed)
 
@@ -226,7 +223,7 @@ class Run:
             assert self._recorder is not None
             target = self._target_layout
             planned = plan_only(build_model, look, target, self._comm, self.device, cutting, self.seed)
-            self._recorder.explain(describe(planned, target, self._pipeline, self._micro_batches))
+            self._recorder.explain(describe(planned, target, self._pipeline))
             self.leave()
             raise SystemExit(0)
 
@@ -265,7 +262,7 @@ class Run:
         for what, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise UserError(f"{what} is {value}", "give a whole number from 1")
-        if name in self._loaders:
+        if name in self._progress.loaders:
             raise UserError(
                 f"the loader {name!r} of this run exists already",
                 "make it once, before the loop, with epochs=...; a second dataset needs a name of its own",
@@ -275,12 +272,13 @@ class Run:
         steps = self._config.steps or steps
         if epochs is None and steps is None:
             epochs = 1
-        saved = self._saved_progress(name, dataset, global_batch, shuffle)
+        samples = dataset_size(dataset, name)
+        saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
         chosen = saved.get("micro_batch") or micro_batch or self._default_micro_batch(global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         reading = self._reading(workers, prefetch, persistent, collate)
         if self._target_layout.pp > 1:
-            self._check_micro_batches(global_batch, chosen, micro_batch)
+            check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
         self._show_first(dataset, order, collate)
         if not saved and micro_batch is None:
             if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
@@ -298,8 +296,7 @@ class Run:
             before_step=self._boundary,
             steps_done=saved.get("steps_done", 0),
         )
-        self._loaders[name] = loader
-        self._record_progress(loader, loader.position, loader.steps_done)
+        self._progress.add(loader)
         return loader
 
     def evaluate(
@@ -332,7 +329,9 @@ class Run:
         results, samples = self._score(dataset, metrics, **options)
         loss = results["loss"].value
         best = math.isfinite(loss) and (self.best is None or loss < self.best[1])
-        self.journal.validation(self._steps_done, self._epoch(), results, samples, time.monotonic() - started, best)
+        self.journal.validation(
+            self._steps_done, self._progress.epoch(), results, samples, time.monotonic() - started, best
+        )
         if best:
             self.save(best_loss=loss)
         return results
@@ -378,7 +377,7 @@ class Run:
         if self.layout.pp > 1:
             meta["optimizer"] = merge_optimizers(self._comm.gather(meta["optimizer"]))
         meta["seed"] = self.seed
-        meta["loaders"] = self._progress
+        meta["loaders"] = self._progress.positions
         meta["loss"] = without_non_finite(self.journal.last_loss)
         at = self.layout.coordinate(self.rank)
         shard, writes = self._shard_number, at["dp"] == 0
@@ -489,24 +488,10 @@ class Run:
             return choose_micro_batch(self._pipeline, layout.pp, global_batch, layout.data_size)
         return -(-global_batch // self.layout.data_size)
 
-    def _check_micro_batches(self, global_batch: int, micro_batch: int, told: int | None) -> None:
-        """Refuse a number of micro-batches that the pipeline's schedule cannot take."""
-        wanted, layout = self._pipeline.micro_batches, self._target_layout
-        fewest, most = divmod(-(-global_batch // micro_batch), layout.data_size)
-        self._micro_batches = fewest + bool(most)
-        if told is not None and wanted is not None and wanted != fewest:
-            raise UserError(
-                f"pipeline.micro_batches is {wanted}, and micro_batch {told} makes {fewest} of a step's samples",
-                "say one of them",
-            )
-        for number in {fewest, fewest + bool(most)}:
-            check_timetable(self._pipeline.schedule, layout.pp, self._pipeline.per_rank, number)
-
     def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
-        engine = self._need_engine("loader")
-        if not engine.is_ready:
-            engine.see(first_micro_batch(dataset, order, collate))
+        if self.engine is not None and not self.engine.is_ready:
+            self.engine.see(first_micro_batch(dataset, order, collate))
 
     @property
     def _steps_done(self) -> int:
@@ -525,7 +510,7 @@ class Run:
         engine = self._need_engine("evaluate")
         if metrics is not None and not isinstance(metrics, Mapping):
             raise UserError(f"metrics is a {type(metrics).__name__}", 'name each: {"accuracy": function}')
-        train = next(iter(self._loaders.values()), None)
+        train = self._progress.first
         chosen = micro_batch or (train.order.micro_batch if train else 32)
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         reading = self._reading(workers, 2, False, collate)
@@ -543,43 +528,26 @@ class Run:
         return results, int(self._comm.sum_over_data([float(sum(read))])[0])
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
-        # Not when the loader hands a batch out: a save before its step must not count it.
-        self._record_progress(self._loaders[batch.loader], batch.after, self._progress[batch.loader]["steps_done"] + 1)
-        self.journal.step(result, batch, self._epoch(batch))
+        self._progress.step_done(batch)
+        self.journal.step(result, batch, self._progress.epoch(batch))
         if self.engine and self.engine.attention != self._attention:
             self._attention = self.engine.attention
             self.journal.emit("config", attention=self._attention)
         if result.skipped and result.weight > 0:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
             self.message(f"the gradients of {at}: the step is skipped, the scale halved")
-        if self._recorder and self._recorder.step(result, batch, self._loaders[batch.loader]):
+        if self._recorder and self._recorder.step(result, batch, self._progress.loaders[batch.loader]):
             self._comm.barrier()  # nobody leaves while another one still gathers tensors
             self.leave()
             raise SystemExit(0)
-
-    def _record_progress(self, loader: Loader, position: Position, steps_done: int) -> None:
-        self._progress[loader.name] = {
-            "position": [position.epoch, position.consumed],
-            "steps_done": steps_done,
-            "micro_batch": loader.order.micro_batch,
-            "samples": loader.order.size,
-            "global_batch": loader.order.global_batch,
-            "shuffle": loader.order.shuffle,
-        }
-
-    def _epoch(self, batch: StepBatch | None = None) -> float:
-        loader = self._loaders.get("train")
-        if loader is None:
-            return 0.0
-        position = batch.after if batch else loader.position
-        return position.epoch + (position.consumed / loader.order.size if loader.order.size else 0.0)
 
     def _boundary(self) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
             self._announced = True
             self._garbage = GarbageCollection()
-            engine, loader = self._need_engine("loader"), next(iter(self._loaders.values()))
+            engine, loader = self._need_engine("loader"), self._progress.first
+            assert loader is not None
             self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
             micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
             if self._compiles:
@@ -598,18 +566,6 @@ class Run:
                 self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
-
-    def _saved_progress(self, name: str, dataset: Any, global_batch: int, shuffle: bool) -> dict[str, Any]:
-        """Where the checkpoint left a loader; one that would give other samples is refused."""
-        saved: dict[str, Any] = self._start.index["loaders"].get(name, {}) if self._start else {}
-        now = {"samples": dataset_size(dataset, name), "global_batch": global_batch, "shuffle": shuffle}
-        for key, value in now.items():
-            if saved and saved[key] != value:
-                raise UserError(
-                    f"the checkpoint was written with {key} = {saved[key]} and the loader {name!r} now has {value}",
-                    "use the data and the batch as before, or start anew with --resume never",
-                )
-        return saved
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(
@@ -639,7 +595,7 @@ class Run:
         if error is not None:
             with suppress(Exception):
                 self.journal.failure(self._steps_done, error)
-        if error is None and all(loader.is_read for loader in self._loaders.values()):
+        if error is None and self._progress.is_read:
             self.close()
         else:
             self.leave()

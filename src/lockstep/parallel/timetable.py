@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from lockstep.config import PipelineConfig, Schedule
 from lockstep.errors import UserError, unknown
+from lockstep.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -104,6 +105,20 @@ def choose_micro_batch(config: PipelineConfig, ranks: int, global_batch: int, da
         f"{data_size} data rank{'' if data_size == 1 else 's'} cannot be cut into that many",
         f"give {_either(near)}, or another global_batch",
     )
+
+
+def check_micro_batches(
+    config: PipelineConfig, layout: Layout, global_batch: int, micro_batch: int, told: int | None
+) -> None:
+    """Refuse a number of micro-batches of a step that the schedule cannot take; `told` is the size a user gave."""
+    fewest, more = divmod(-(-global_batch // micro_batch), layout.data_size)
+    if told is not None and config.micro_batches not in (None, fewest):
+        raise UserError(
+            f"pipeline.micro_batches is {config.micro_batches}, and micro_batch {told} makes {fewest} of them in a step",
+            "say one of them",
+        )
+    for number in {fewest, fewest + bool(more)}:
+        check(config.schedule, layout.pp, config.per_rank, number)
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:
