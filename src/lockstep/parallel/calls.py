@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lockstep.errors import UserError
-from lockstep.parallel.crossing import PLAIN, Rehearsal, map_tensors, tensors_of
+from lockstep.parallel.crossing import Rehearsal
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import rehearse_parts
 from lockstep.parallel.stage import Stage
+from lockstep.parallel.trees import PLAIN, map_tensors, tensors_of
 from lockstep.runtime.comm import Comm
 
 Start = Callable[[int], AbstractContextManager[None]]

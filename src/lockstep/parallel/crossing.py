@@ -8,8 +8,6 @@ parts are computed, skipped, or computed on tensors without data. So a number me
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +29,10 @@ from torch.overrides import (  # the two functions are private in torch 2.11 and
     _get_current_function_mode,
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UserError
 from lockstep.parallel.forward import replace_call
+from lockstep.parallel.trees import map_tensors, tensors_of
 
 RANDOM = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu]
@@ -50,9 +48,6 @@ IN_PLACE = frozenset(
 )
 """Operations that change their first argument and do not end in an underscore, as the others do."""
 
-
-PLAIN = (bool, int, float, str)
-"""Values that hold no tensors and mean the same on every rank."""
 
 _passes = itertools.count()
 
@@ -405,52 +400,6 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data."""
     return isinstance(tensor, FakeTensor)
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in lists, dicts, dataclasses and other objects that hold tensors themselves."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif type(tree) in (tuple, list):
-        for one in tree:
-            yield from tensors_of(one)
-    elif tree is not None and not isinstance(tree, PLAIN):
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
-            elif _holds_tensors(leaf):
-                for one in vars(leaf).values():
-                    yield from tensors_of(one)
-
-
-def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """The value with its tensors changed; what holds them is copied."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if tree is None or isinstance(tree, PLAIN):
-        return tree
-    # These by hand: torch's general way takes longer than many an operation.
-    if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(change, one) for one in tree])
-    if type(tree) is dict:
-        return {key: map_tensors(change, one) for key, one in tree.items()}
-
-    def change_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf)
-        if _holds_tensors(leaf):
-            twin = copy.copy(leaf)
-            vars(twin).update({name: map_tensors(change, value) for name, value in vars(leaf).items()})
-            return twin
-        return leaf
-
-    return tree_map(change_leaf, tree)
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, type | nn.Module | torch.Tensor) or not hasattr(leaf, "__dict__"):
-        return False
-    return dataclasses.is_dataclass(leaf) or any(isinstance(value, torch.Tensor) for value in vars(leaf).values())
 
 
 def _as_replayed(result: Any, given: Sequence[torch.Tensor]) -> Any:

@@ -16,8 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 
 from lockstep.errors import UserError
-from lockstep.parallel.crossing import Rehearsal, Watch, another_path, fake_like, is_fake, map_tensors, tensors_of
+from lockstep.parallel.crossing import Rehearsal, Watch, another_path, fake_like, is_fake
 from lockstep.parallel.forward import replace_call
+from lockstep.parallel.trees import map_tensors, tensors_of
 
 
 class Cut(BaseException):

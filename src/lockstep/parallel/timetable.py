@@ -114,7 +114,7 @@ def check_micro_batches(
     fewest, more = divmod(-(-global_batch // micro_batch), layout.data_size)
     if told is not None and config.micro_batches not in (None, fewest):
         raise UserError(
-            f"pipeline.micro_batches is {config.micro_batches}, and micro_batch {told} makes {fewest} of them in a step",
+            f"pipeline.micro_batches is {config.micro_batches}, and micro_batch {told} makes {fewest} of a step",
             "say one of them",
         )
     for number in {fewest, fewest + bool(more)}:

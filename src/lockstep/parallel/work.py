@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.crossing import Piece, Rehearsal, is_fake, map_tensors, tensors_of
+from lockstep.parallel.crossing import Piece, Rehearsal, is_fake
 from lockstep.parallel.stage import copy_of
+from lockstep.parallel.trees import map_tensors, tensors_of
 
 TIMES = 4
 """How often a piece is run. The fastest counts: whatever else the machine does only adds to a time."""
