@@ -27,6 +27,7 @@ EXCLUSIVE = {
     "epochs": "steps",
     "global_batch": "batch_per_device",
     "batch_per_device": "global_batch",
+    "pipeline.micro_batches": "micro_batch",
 }
 """Two ways to say one thing: a layer that says it one way takes back what an earlier layer said the other way."""
 

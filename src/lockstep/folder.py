@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -85,8 +86,11 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
     return RunFolder(free, 1)
 
 
-def create_folder(folder: RunFolder, config: LaunchConfig) -> None:
-    """Make the folder and write its config; a disk that cannot be written to is refused."""
+def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
+    """Make the folder and write its config; a disk that cannot be written to is refused.
+
+    Returns the folders that were not there before, innermost first.
+    """
     made = [path for path in (folder.path / "logs", folder.path, *folder.path.parents) if not path.exists()]
     try:
         (folder.path / "logs").mkdir(parents=True, exist_ok=True)
@@ -99,6 +103,16 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> None:
             f"cannot write to {folder.path}",
             f"{(error.strerror or str(error)).lower()}; give another --run-dir",
         ) from None
+    return made
+
+
+def take_back(folder: RunFolder, made: list[Path]) -> None:
+    """Remove a run that was refused, if it is a new one, and the folders made for it."""
+    if folder.path in made:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):  # something else has come into it
+                path.rmdir()
 
 
 def write_config(folder: Path, config: LaunchConfig) -> None:

@@ -126,11 +126,11 @@ def train_in(
     unused_gpus: str | None,
 ) -> int:
     """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
-    from lockstep.folder import create_folder, hold
+    from lockstep.folder import create_folder, hold, take_back
     from lockstep.launch.local import launch
     from lockstep.sinks.console import Console
 
-    create_folder(folder, config)
+    made = create_folder(folder, config)
     assert config.nproc is not None
     with hold(folder.path):
         terminal.print(folder.announce())
@@ -141,6 +141,8 @@ def train_in(
             outcome = launch(worker, config.nproc, folder, console, options=told, resume=resume)
         finally:
             console.close()
+    if outcome.code == 2:
+        take_back(folder, made)
     if outcome.text:
         log = f"\n  log: {outcome.log}" if outcome.log else ""
         print(f"lockstep: {outcome.text}{log}", file=sys.stderr)
