@@ -214,7 +214,7 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
             found += frontier(inner) if divided(inner) else [inner]
         return found
 
-    (whole,) = calls.inside
+    whole = next(call for call in calls.inside if call.module is model)
     parts = [call for call in frontier(whole) if times[id(call.module)] == 1]
     while sum(1 for part in parts if any(True for _ in part.module.parameters())) < stages:
         larger = [part for part in parts if sum(1 for one in part.inside if times[id(one.module)] == 1) > 1]

@@ -214,7 +214,8 @@ class Run:
 
         def prepare(look: Look) -> None:
             self.status("looking at the model, to cut it into stages")
-            engine.attach(parallelize_pipeline(build_model, look, *where))
+            parallel = parallelize_pipeline(build_model, look, *where)
+            self._comm.agree(lambda: engine.attach(parallel))
             assert engine.pipeline is not None
             self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             self._restore(engine)

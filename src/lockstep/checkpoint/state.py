@@ -88,7 +88,8 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
                 )
             engine.optimizer.state[parameter][slot] = value
     for name, values in meta["optimizer"]["values"].items():
-        engine.optimizer.state[parameters[name]].update(values)
+        if name in parameters:  # the others are those of other ranks of a pipeline
+            engine.optimizer.state[parameters[name]].update(values)
     if engine.measures_attention and meta.get("attention"):  # measured once, when the run began
         engine.use_attention(meta["attention"] if meta["attention"] in BACKENDS else None)
     if engine.loss_scale and meta.get("loss_scale"):

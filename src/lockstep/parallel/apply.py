@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import ModelPlan, find_blocks, seed_points
 from lockstep.parallel.batchnorm import SyncBatchNorms
-from lockstep.parallel.compile import check_compilable, compile_blocks
+from lockstep.parallel.compile import check_compilable, compile_blocks, keep_for_two_backwards
 from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.links import Links
@@ -180,6 +180,7 @@ def parallelize_pipeline(
     if config.schedule in SPLITS_BACKWARD:
         # The second half of a backward pass reads the weights again, when torch has given them back already.
         sharding = sharding.model_copy(update={"level": "zero2"})
+        keep_for_two_backwards()
 
     stages: list[Stage] = []
     seeded: list[list[nn.Module]] = []
@@ -305,7 +306,7 @@ def _ties(
     groups = {ranks: comm.groups_of(ranks) for ranks in together}
     return [
         Tie(name, trained[name], held[name][1:], groups.get(tuple(ranks_of[name])))
-        for name in held
+        for name in sorted(held)  # in one order on every rank
         if len(ranks_of[name]) > 1 or len(held[name]) > 1
     ]
 

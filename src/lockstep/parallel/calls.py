@@ -50,6 +50,7 @@ class PipelinedCalls:
         self._rehearsals: dict[Any, Rehearsal] = {}
         for stage in pipeline.stages:
             replace_call(stage.model, self._called)
+            vars(stage.model)["__deepcopy__"] = _refuse_copy
 
     def step(
         self,
@@ -67,7 +68,7 @@ class PipelinedCalls:
         self, name: str, data: Sequence[Any], function: Callable[[nn.Module, Any], Any], start: Start
     ) -> list[Any]:
         """What a function returns for every micro-batch, on the rank of the last stage; elsewhere nothing."""
-        rehearsals = self._look(name, function, data)
+        rehearsals = self._look(name, function, data, may_read_at_end=True)
         return self._pipeline.forward_only(rehearsals, self._forward(function, data, rehearsals, start))
 
     def _forward(
@@ -118,13 +119,32 @@ class PipelinedCalls:
 
         return _without_objects(map_tensors(everywhere, result))
 
-    def _look(self, name: str, function: Callable[[nn.Module, Any], Any], data: Sequence[Any]) -> list[Rehearsal]:
+    def _look(
+        self,
+        name: str,
+        function: Callable[[nn.Module, Any], Any],
+        data: Sequence[Any],
+        may_read_at_end: bool = False,
+    ) -> list[Rehearsal]:
+        self._make_alike()
         modes = tuple(module.training for module in self._pipeline.stages[0].model.modules())
-        kind = name, torch.is_grad_enabled(), hash(modes)
-        return [self._rehearsal((*kind, _shape_of(one)), function, one, modes) for one in data]
+        kind = name, getattr(function, "__code__", None), torch.is_grad_enabled(), hash(modes)
+        return [self._rehearsal((*kind, _shape_of(one)), function, one, modes, may_read_at_end) for one in data]
+
+    def _make_alike(self) -> None:
+        """Give all stages of this rank the plain attributes of the first, which is the one users know and change."""
+        first, *others = (stage.model for stage in self._pipeline.stages)
+        for other in others:
+            for known, twin in zip(first.modules(), other.modules(), strict=True):
+                vars(twin).update({name: value for name, value in vars(known).items() if isinstance(value, PLAIN)})
 
     def _rehearsal(
-        self, key: Any, function: Callable[[nn.Module, Any], Any], data: Any, modes: Sequence[bool]
+        self,
+        key: Any,
+        function: Callable[[nn.Module, Any], Any],
+        data: Any,
+        modes: Sequence[bool],
+        may_read_at_end: bool,
     ) -> Rehearsal:
         if key not in self._rehearsals:
             if len(self._rehearsals) >= MOST_SHAPES:
@@ -133,17 +153,22 @@ class PipelinedCalls:
                 module.training = training
             parts = [part.name for part in self._pipeline.plan.parts]
             with self._computing(), torch.random.fork_rng([]):
-                self._rehearsals[key] = rehearse_parts(self._skeleton, parts, lambda model: function(model, data))
+                self._rehearsals[key] = rehearse_parts(
+                    self._skeleton, parts, lambda model: function(model, data), may_read_at_end
+                )
         return self._rehearsals[key]
 
 
 def _shape_of(data: Any) -> Any:
     """What tells batches apart for which a forward makes values of other shapes."""
     leaves, structure = tree_flatten(data)
-    return str(structure), tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf if _is_plain(leaf) else type(leaf)
-        for leaf in leaves
-    )
+    return str(structure), tuple(_kind_of(leaf) for leaf in leaves)
+
+
+def _kind_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if _is_plain(leaf) else (type(leaf), *(tensor.shape for tensor in tensors_of(leaf)))
 
 
 def _without_objects(result: Any) -> Any:
@@ -157,3 +182,10 @@ def _without_objects(result: Any) -> Any:
 
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (torch.Tensor, *PLAIN))
+
+
+def _refuse_copy(_: Any) -> Any:
+    raise UserError(
+        "the model of a pipeline cannot be copied: each rank holds only its own stages",
+        "keep a moving average of the parameters in engine.stored, or use a dp or fsdp layout",
+    )

@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.config import Schedule
 from lockstep.modelplan import ModelPlan, balance
 from lockstep.parallel.backward import backward_of_inputs
-from lockstep.parallel.crossing import Rehearsal, Value
+from lockstep.parallel.crossing import Rehearsal, Value, is_fake
 from lockstep.parallel.links import Key, Links
 from lockstep.parallel.stage import Stage
 from lockstep.parallel.timetable import Action, stages_of, timetable
@@ -164,7 +165,7 @@ class Pipeline:
         if kind == "B":
             everything()
         elif inputs and outputs:
-            held.weights_later = backward_of_inputs(outputs, grads, inputs, stage.parameters())
+            held.weights_later = backward_of_inputs(outputs, grads, inputs, _with_data(stage))
         else:  # nobody waits for its inputs' gradients
             held.weights_later = everything
 
@@ -207,3 +208,7 @@ class Pipeline:
                 if source != self.rank and self.rank_of[key[1]] == self.rank and values:
                     messages.setdefault(source, []).append((key, values))
         return messages
+
+
+def _with_data(stage: Stage) -> list[nn.Parameter]:
+    return [parameter for parameter in stage.parameters() if not is_fake(parameter)]

@@ -22,7 +22,8 @@ from lockstep.modelplan import (
     record_calls,
     seed_points,
 )
-from lockstep.parallel.crossing import Rehearsal, rehearse, without_data
+from lockstep.parallel.crossing import Rehearsal
+from lockstep.parallel.rehearsal import PartWatch, rehearse, without_data
 from lockstep.parallel.stage import every_parameter, skeleton_of
 from lockstep.parallel.work import measure_work
 from lockstep.runtime.comm import Comm
@@ -48,7 +49,7 @@ def plan_pipeline(
 ) -> Planned:
     """Where to cut a model. Every rank comes to the same plan."""
     skeleton = skeleton_of(model, device)
-    with without_data():
+    with without_data(), PartWatch(None, -1):  # marks what it makes: nobody may use that in a later forward
         calls = record_calls(skeleton, lambda: look(skeleton))
     found = find_parts(skeleton, calls, stages)
     rehearsal = rehearse_parts(skeleton, [name for name, _ in found], look)
@@ -68,11 +69,13 @@ def plan_pipeline(
     return Planned(plan, skeleton, rehearsal, Counter(call.name for call in all_calls(calls)))
 
 
-def rehearse_parts(skeleton: nn.Module, parts: list[str], look: Callable[[nn.Module], Any]) -> Rehearsal:
+def rehearse_parts(
+    skeleton: nn.Module, parts: list[str], look: Callable[[nn.Module], Any], may_read_at_end: bool = False
+) -> Rehearsal:
     """Look at a forward of a model whose parts are known."""
     blocks = [block for _, block in find_blocks(skeleton)]
     modules = [skeleton.get_submodule(name) for name in parts]
-    return rehearse(skeleton, modules, seed_points(skeleton, blocks), look)
+    return rehearse(skeleton, modules, seed_points(skeleton, blocks), look, may_read_at_end)
 
 
 def _users(
@@ -118,10 +121,42 @@ def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) 
                     "another one that crosses the cut there",
                     "write x = x + y rather than x += y, or state other cuts (pipeline.cuts)",
                 )
-    inside = {id(layer) for part in plan.parts for layer in model.get_submodule(part.name).modules()}
-    for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and id(layer) not in inside:
+    for cut in plan.cuts[1:-1]:
+        region = rehearsal.regions[cut]
+        if region is not None and region is rehearsal.regions[cut - 1]:
             raise UserError(
-                f"the BatchNorm {name} is not called just once in a forward: no stage would own its statistics",
-                "use a layer for each call, or a dp or fsdp layout",
+                f"the model recomputes {plan.parts[cut - 1].name} and {plan.parts[cut].name} in one call of "
+                "torch.utils.checkpoint, and a stage would begin between them",
+                "give checkpoint one block at a time, or leave it out and give run.setup recompute=True",
             )
+    for part, number in rehearsal.kept_outside:
+        if plan.stage_of(rehearsal.values[number].made) < plan.stage_of(part):
+            raise UserError(
+                "torch.utils.checkpoint recomputes operations outside of modules on a value of an earlier stage",
+                "put them into a module, or leave checkpoint out there",
+            )
+    named = dict(model.named_parameters())
+    for name, users in plan.users.items():
+        if len(users) > 1 and id(named[name]) in rehearsal.changed_parameters:
+            raise UserError(
+                f"the forward changes the parameter {name}, which several stages of a pipeline hold",
+                "change it between steps (no max_norm for a tied embedding), or use a dp or fsdp layout",
+            )
+    inside = {id(layer) for part in plan.parts for layer in model.get_submodule(part.name).modules()}
+    for name in sorted(rehearsal.changed_buffers | _statistics(model)):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if plan.stages > 1 and (id(owner) not in inside or len(plan.buffer_users[name]) > 1):
+            raise UserError(
+                f"the forward changes the buffer {name}, which no single stage of a pipeline owns",
+                "change it between steps, use a layer for each call, or use a dp or fsdp layout",
+            )
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    """The running statistics of BatchNorm: they change where a rehearsal does not see it."""
+    return {
+        f"{name}.{leaf}".lstrip(".")
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+        for leaf, _ in layer.named_buffers()
+    }

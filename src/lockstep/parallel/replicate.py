@@ -79,7 +79,7 @@ class GradientBuckets:
             self._start_sum()
         for bucket in self._buckets:
             bucket.wait()
-        return self.counts_unused and bool(self._buckets[-1].note)
+        return self.counts_unused and bool(self._buckets) and bool(self._buckets[-1].note)
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Make the sums this step's gradients."""

@@ -273,7 +273,7 @@ class ShardedGradients:
     def _watch(self) -> None:
         """Note which gathered parameters autograd reaches; they exist from the first gathering on."""
         assert isinstance(self._model, nn.Module)
-        self._watched = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._watched = {n: p for n, p in self._model.named_parameters() if p.requires_grad and isinstance(p, DTensor)}
         unseen = set(self._watched)
         for unit in self._units:
             unit.unshard()

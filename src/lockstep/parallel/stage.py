@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.1
 
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import Rehearsal, Watch, another_path, fake_like, is_fake
-from lockstep.parallel.forward import replace_call
+from lockstep.parallel.forward import Forward, replace_call, replace_forward
+from lockstep.parallel.rehearsal import apart_from, leaked
 from lockstep.parallel.trees import map_tensors, tensors_of
 
 
@@ -54,7 +56,10 @@ class Stage(nn.Module):
     def wire(self) -> None:
         """From now on calls of the parts are answered as this stage has to."""
         for number, name in enumerate(self._parts):
-            replace_call(self.model.get_submodule(name), self._part_call(number))
+            part = self.model.get_submodule(name)
+            replace_call(part, self._part_call(number))
+            if number < self.first:
+                replace_forward(part, partial(self._skipping, number))
 
     def forward(self, call: Callable[[nn.Module], Any], received: Sequence[torch.Tensor]) -> Any:
         """Run `call(model)` through this stage: returns what crosses to the next one, or on the last its result.
@@ -66,22 +71,44 @@ class Stage(nn.Module):
         self._received = received
         self._watch = watch = Watch(keep=leaving, replayed=None if self.is_first else rehearsal)
         try:
-            with watch:
+            # A forward that is left half-way may have switched gradients off.
+            with watch, torch.set_grad_enabled(torch.is_grad_enabled()):
                 result = call(self.model)
         except Cut:
-            return tuple(watch.filled[number] if number in watch.filled else watch.kept[number] for number in leaving)
+            return tuple(self._leaving(watch, number) for number in leaving)
         finally:
             self._watch, self._received = None, ()
             if rehearsal.recomputed:
                 self._filled[watch.serial] = watch.filled
         if not self.is_last:
             raise another_path(f"did not come to {self._parts[self.end]}")
+        result = watch.fill(result)
         if any(map(is_fake, tensors_of(result))):
-            raise UserError(
-                "the loss depends on a value of an earlier stage that does not go through the model's parts",
-                "compute it from what the model returns, or use a dp or fsdp layout",
-            )
+            raise leaked("the result")
         return result
+
+    def _leaving(self, watch: Watch, number: int) -> torch.Tensor:
+        """A value that crosses to the next stage; it has to be what that stage expects."""
+        value, tensor = self.rehearsal.values[number], watch.filled.get(number, watch.kept.get(number))
+        if tensor is None:
+            raise another_path(f"did not make all values that cross to {self._parts[self.end]}")
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise UserError(
+                f"a value that crosses to {self._parts[self.end]} has the shape {tuple(tensor.shape)}, and had "
+                f"{tuple(value.shape)} for a batch of the same shapes",
+                "cut samples to length in the collate function, not in the loss or the model by a value of the batch",
+            )
+        if value.requires_grad and not tensor.requires_grad:
+            raise another_path("computed without gradients")
+        return tensor
+
+    def _skipping(self, number: int, forward: Forward) -> Forward:
+        def skipped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._watch is None:
+                return forward(module, *args, **kwargs)
+            return self.rehearsal.fresh(self.rehearsal.outputs[number])
+
+        return skipped
 
     def _part_call(self, number: int) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,8 +122,8 @@ class Stage(nn.Module):
                 if number == self.end:
                     raise Cut
                 watch.at = number
-                if number < self.first:
-                    output = self.rehearsal.fresh(self.rehearsal.outputs[number])
+                if number < self.first:  # its hooks run, and may keep what the part returns
+                    output = module._call_impl(*args, **kwargs)
                 else:
                     output = self._compute(watch, number, module, args, kwargs)
                 for tensor in tensors_of(output):
@@ -132,12 +159,9 @@ class Stage(nn.Module):
             self._enter(watch)
         if watch.filled:
             args, kwargs = watch.fill((args, kwargs))
-        output = module._call_impl(*args, **kwargs)
+        output = apart_from(module._call_impl(*args, **kwargs), list(tensors_of((args, kwargs))))
         if any(map(is_fake, tensors_of(output))):
-            raise UserError(
-                f"{self._parts[number]} uses a value of an earlier stage that is not given to it in its call",
-                "pass the value as an argument, or use a dp or fsdp layout",
-            )
+            raise leaked(self._parts[number])
         return output
 
 
@@ -157,7 +181,7 @@ def cut_model(
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if name not in owned:
-            memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, device), requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, device), parameter.requires_grad)
         elif id(parameter) in taken:
             memo[id(parameter)] = taken[id(parameter)]
         else:

@@ -40,7 +40,7 @@ class RunningStatistics:
         self._group = group
         self._sync = sync
         self._layers: list[_BatchNorm] = []
-        self._others: dict[str, torch.Tensor] = {}
+        self._others: dict[str, tuple[nn.Module, str]] = {}
         self._others_before: dict[str, torch.Tensor] | None = None
         self._before = torch.empty(0)
         if comm.data_size == 1:
@@ -52,7 +52,7 @@ class RunningStatistics:
         if sync is None:
             self._layers = layers
         self._others = {
-            f"{name}.{leaf}".lstrip("."): buffer
+            f"{name}.{leaf}".lstrip("."): (module, leaf)
             for name, module in modules
             for leaf, buffer in module.named_buffers(recurse=False)
             if id(buffer) not in known
@@ -65,7 +65,7 @@ class RunningStatistics:
         if self._layers:
             self._before = self._snapshot()
         if self._others_before is None:
-            self._others_before = {name: buffer.clone() for name, buffer in self._others.items()}
+            self._others_before = {name: self._other(name).clone() for name in self._others}
 
     def not_counting(self) -> AbstractContextManager[None]:
         """For a forward that must not count."""
@@ -90,12 +90,16 @@ class RunningStatistics:
     def _check_others(self) -> None:
         """After the first step: a buffer that a forward changed has another value on every rank."""
         for name, before in (self._others_before or {}).items():
-            if not torch.equal(self._others[name], before):
+            if not torch.equal(self._other(name), before):
                 raise UserError(
                     f"the forward pass changes the buffer {name}, and every rank would change it in its own way",
                     "update it between steps, or train this model on one process (--layout single)",
                 )
         self._others_before = {}
+
+    def _other(self, name: str) -> torch.Tensor:
+        module, leaf = self._others[name]
+        return module.get_buffer(leaf)
 
     def _compose(self, total: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """What `theirs` did to `before`, done to `total` instead."""

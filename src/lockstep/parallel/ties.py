@@ -40,7 +40,7 @@ def add_up(ties: Sequence[Tie]) -> None:
     for group, members in by_group.items():
         used = torch.tensor([float(tie.parameter.grad is not None) for tie in members])
         gradients = [_gradient(tie.parameter) for tie in members]
-        for dtype in {gradient.dtype for gradient in gradients}:
+        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.reshape(-1) for gradient in alike])
             dist.all_reduce(flat, group=group)

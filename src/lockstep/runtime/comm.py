@@ -195,6 +195,17 @@ class Comm:
         dist.all_gather(rows, padded, group=self._control)
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
+    def agree(self, work: Callable[[], None]) -> None:
+        """Do something that may be refused on some ranks alone: then all ranks refuse it. Not for collectives."""
+        refusal: list[str] | None = None
+        try:
+            work()
+        except UserError as error:
+            refusal = [error.cause, error.fix]
+        for told in self.gather(refusal):
+            if told is not None:
+                raise UserError(*told)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.sum([0.0])

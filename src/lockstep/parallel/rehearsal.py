@@ -1,0 +1,347 @@
+"""Looking at one forward of a model without data: what crosses from part to part, and what no pipeline could do."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (  # private in torch 2.11 and 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
+
+from lockstep.errors import UserError
+from lockstep.parallel.crossing import (
+    RANDOM,
+    Piece,
+    Rehearsal,
+    Value,
+    Watch,
+    another_path,
+    is_fake,
+    is_library,
+    tensors_in,
+    user_line,
+    without_graph,
+)
+from lockstep.parallel.forward import replace_call
+from lockstep.parallel.trees import map_tensors, tensors_of
+
+IN_PLACE = frozenset(
+    ["__setitem__"]
+    + [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+)
+"""Operations that change their first argument and do not end in an underscore, as the others do."""
+
+READING = frozenset(["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"])
+"""Operations that turn a tensor into a number."""
+
+
+class ValueReadError(Exception):
+    """Code of the user's wants to know a number that only one stage of a pipeline has."""
+
+
+def rehearse(
+    model: nn.Module,
+    parts: Sequence[nn.Module],
+    seeded: Sequence[nn.Module],
+    call: Callable[[nn.Module], Any],
+    may_read_at_end: bool = False,
+) -> Rehearsal:
+    """Run `call(model)` on a model whose parameters have no data and see what crosses from part to part.
+
+    The parts have to be called in the order in which they are given. `seeded` are the modules that have a random stream
+    of their own. With `may_read_at_end` the call may read values behind the last part: only the last stage does.
+    """
+    rehearsal = Rehearsal()
+    watch = RehearsalWatch(rehearsal)
+    buffers = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    undo = [replace_call(part, _part_call(number, watch)) for number, part in enumerate(parts)]
+    handles = [hook for module in seeded for hook in _count_inside(module, watch)]
+    try:
+        with without_data(), watch:
+            try:
+                rehearsal.result = call(model)
+            except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError):
+                if not may_read_at_end or watch.at < len(parts) - 1:
+                    raise
+    finally:
+        for back in undo:
+            back()
+        for handle in handles:
+            handle.remove()
+    if len(rehearsal.outputs) != len(parts):
+        raise another_path("left out parts of the model")
+    watch.used(rehearsal.result)
+    now = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    rehearsal.changed_buffers = {name for name, state in now.items() if buffers.get(name) != state}
+    _find_gradients(rehearsal, watch.numbered)
+    return rehearsal
+
+
+class RehearsalWatch(Watch):
+    """Notes what happens between the parts, and refuses what the stages of a pipeline could not do."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        super().__init__()
+        self.rehearsal = rehearsal
+        self.inside_seeded = 0
+        self.numbered: list[torch.Tensor] = []
+        self._derives = torch.is_grad_enabled()
+
+    def see(self, tensors: list[torch.Tensor]) -> None:
+        """Every value has to come from a part's return, or from an operation that was seen."""
+        for tensor in tensors:
+            if is_fake(tensor) and not self.follows(tensor):
+                raise leaked(user_line())
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """Do an operation, and note it."""
+        name = getattr(func, "__name__", "")
+        for tensor in tensors:
+            self._used(tensor)
+        if name in READING:
+            raise ValueReadError
+        if func in RANDOM and not self.inside_seeded:
+            self.rehearsal.random_after.append((self.at, user_line()))
+        if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            target = kwargs.get("out", args[0])
+            if isinstance(target, torch.Tensor) and not self.follows(target) and func not in RANDOM:
+                raise UserError(
+                    f"{user_line()} writes a value of the model into a tensor that was made before it, and the stages "
+                    "of a pipeline do not see each other's tensors",
+                    "build it from its parts with torch.stack or torch.cat, or use a dp or fsdp layout",
+                )
+        self._refuse_custom_function(tensors)
+        if _checkpoint_region() is not None:
+            numbers = [self.number_of(tensor) for tensor in tensors]
+            self.rehearsal.kept_outside += [(self.at, number) for number in numbers if number is not None]
+        if name == "__getitem__":
+            args = (args[0], _without_masks(args[1]))
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        self.note_changes(tensors, versions)
+        if name != "__get__":
+            self.rehearsal.pieces.append(Piece(self.at, func, args, kwargs))
+        self.rehearsal.results.append((name, _as_replayed(result, tensors)))
+        return result
+
+    def number(self, tensor: torch.Tensor) -> None:
+        """Give a value its number, and note what it looks like."""
+        super().number(tensor)
+        self.numbered.append(tensor)
+        storage = tensor.untyped_storage()._cdata if not tensor.is_sparse else 0
+        self.rehearsal.values.append(
+            Value(self.at, self.at, tensor.shape, tensor.dtype, tensor.requires_grad, storage=storage)
+        )
+
+    def used(self, tree: Any) -> None:
+        """Values are given to a part, or returned at the end."""
+        for tensor in tensors_of(tree):
+            self.see([tensor])
+            self._used(tensor)
+
+    def note_changes(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        """Values were changed in place, where their version is another one now."""
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version == version:
+                continue
+            if (number := self.number_of(tensor)) is not None:
+                self.rehearsal.values[number].changed = self.at
+            elif isinstance(tensor, nn.Parameter):
+                raise UserError(
+                    f"{user_line()} changes a parameter in place while the model computes, and only some stages of a "
+                    "pipeline would",
+                    "change it between steps, in the code after engine.step, or use a dp or fsdp layout",
+                )
+
+    def _used(self, tensor: torch.Tensor) -> None:
+        if (number := self.number_of(tensor)) is not None:
+            self.rehearsal.values[number].used = self.at
+        elif isinstance(tensor, nn.Parameter):
+            self.rehearsal.uses.setdefault(id(tensor), set()).add(max(self.at, 0))
+
+    def _refuse_custom_function(self, tensors: list[torch.Tensor]) -> None:
+        """What happens in the forward of an autograd.Function cannot be followed: its arguments are not seen."""
+        if not self._derives or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+                raise UserError(
+                    f"{user_line()} is in an autograd.Function that is applied outside of any module, where a pipeline "
+                    "cannot follow its gradient",
+                    "apply it inside a module that the model calls once, or use a dp or fsdp layout",
+                )
+            frame = frame.f_back
+
+
+class PartWatch(TorchFunctionMode):
+    """Sees the operations inside a part: they may use what was given to it and what they made themselves."""
+
+    def __init__(self, watch: RehearsalWatch | None, part: int, given: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._watch = watch
+        self._mark = (watch.serial if watch else -1, part)
+        self._given = {watch.number_of(tensor) for tensor in given} if watch else set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_in(args, kwargs):
+            if self._watch and is_fake(tensor) and not isinstance(tensor, nn.Parameter):
+                number, mark = self._watch.number_of(tensor), getattr(tensor, "_lockstep_mark", self._mark)
+                if number not in self._given if number is not None else mark != self._mark:
+                    raise leaked(user_line())
+        result = func(*args, **kwargs)
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+                tensor._lockstep_mark = self._mark  # type: ignore[attr-defined]
+        return result
+
+
+def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
+    rehearsal = watch.rehearsal
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with watch.paused():
+            if watch.at != number - 1:
+                raise another_path("called the parts of the model in another order")
+            watch.at = number
+            rehearsal.counts.append(watch.count)
+            watch.used((args, kwargs))
+            given = [tensor for tensor in tensors_of((args, kwargs)) if watch.number_of(tensor) is not None]
+            own = list(module.parameters())
+            versions = [tensor._version for tensor in (*given, *own)]
+            rehearsal.regions.append(_checkpoint_region())
+            _refuse_reentrant_checkpoint()
+            with _no_other_randomness(module), PartWatch(watch, number, given):
+                output = module._call_impl(*args, **kwargs)
+            watch.note_changes(given, versions[: len(given)])
+            changed = zip(own, versions[len(given) :], strict=True)
+            rehearsal.changed_parameters |= {id(tensor) for tensor, version in changed if tensor._version != version}
+            rehearsal.pieces.append(Piece(number, module, args, kwargs))
+            output = apart_from(output, given)
+            rehearsal.outputs.append(map_tensors(without_graph, output))
+            for tensor in tensors_of(output):
+                watch.number(tensor)
+            return output
+
+    return called
+
+
+def apart_from(output: Any, given: Sequence[torch.Tensor]) -> Any:
+    """What a part returned, with tensors of its own: one that it only passes on has a number already."""
+    same = {id(tensor) for tensor in given}
+    return (
+        map_tensors(lambda tensor: tensor.view_as(tensor) if id(tensor) in same else tensor, output) if same else output
+    )
+
+
+def leaked(line: str) -> UserError:
+    """A value that a module has not returned is used outside of it."""
+    return UserError(
+        f"{line} uses a value that a module of another stage made and did not return (an attribute, a list, a hook), "
+        "or that it was not given in its call",
+        "return it from the module's forward and pass it on as an argument, or use a dp or fsdp layout",
+    )
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Refuse, with the user's own line, what only a value can decide."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
+        raise UserError(
+            f"{where} reads a value of the model while it computes (.item(), if, or a shape that follows from it), "
+            "which only one stage of a pipeline has",
+            "compute with tensors there (torch.where), or use a dp or fsdp layout",
+        ) from error
+
+
+@contextmanager
+def _no_other_randomness(module: nn.Module) -> Iterator[None]:
+    """Refuse draws from Python's or numpy's stream: a stage that skips the module would not draw."""
+    before = random.getstate(), str(np.random.get_state())
+    yield
+    if (random.getstate(), str(np.random.get_state())) != before:
+        raise UserError(
+            f"{type(module).__name__} draws from Python's or numpy's random numbers, which the stages of a pipeline "
+            "would draw in another order",
+            "draw from torch's (torch.rand), or use a dp or fsdp layout",
+        )
+
+
+def _checkpoint_region() -> Any:
+    """What torch.utils.checkpoint has hung into autograd (private in torch 2.11 and 2.13)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks else None
+
+
+def _refuse_reentrant_checkpoint() -> None:
+    if torch.is_grad_enabled():
+        return
+    frames = traceback.extract_stack()
+    if any(frame.filename.endswith("torch/utils/checkpoint.py") and frame.name == "forward" for frame in frames):
+        raise UserError(
+            "the model calls torch.utils.checkpoint with use_reentrant=True, which loses what crosses between the "
+            "stages of a pipeline",
+            "use use_reentrant=False there, or leave it out and give run.setup recompute=True",
+        )
+
+
+def _find_gradients(rehearsal: Rehearsal, numbered: Sequence[torch.Tensor]) -> None:
+    """Which values get a gradient: those that what the call returned leads back to."""
+    stack = [tensor.grad_fn for tensor in tensors_of(rehearsal.result)]
+    reached: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in reached:
+            reached.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+    for value, tensor in zip(rehearsal.values, numbered, strict=True):
+        value.requires_grad = tensor.grad_fn in reached
+    rehearsal.result = map_tensors(torch.Tensor.detach, rehearsal.result)
+
+
+def _count_inside(module: nn.Module, watch: RehearsalWatch) -> list[Any]:
+    def enter(*_: Any) -> None:
+        watch.inside_seeded += 1
+
+    def leave(*_: Any) -> None:
+        watch.inside_seeded -= 1
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _without_masks(index: Any) -> Any:
+    """An index by a mask from the batch as one by numbers: how many there are is known."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one) for one in entries):
+        return index
+    numbers: list[Any] = []
+    for one in entries:
+        is_mask = isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one)
+        numbers += one.nonzero(as_tuple=True) if is_mask else [one]
+    return tuple(numbers)
+
+
+def _as_replayed(result: Any, given: Sequence[torch.Tensor]) -> Any:
+    for place, tensor in enumerate(given):
+        if result is tensor:
+            return place
+    is_list = isinstance(result, list | tuple) and any(isinstance(one, torch.Tensor) for one in result)
+    return map_tensors(without_graph, result) if is_list or isinstance(result, torch.Tensor) else None
