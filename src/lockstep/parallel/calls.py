@@ -137,6 +137,9 @@ class PipelinedCalls:
         for other in others:
             for known, twin in zip(first.modules(), other.modules(), strict=True):
                 vars(twin).update({name: value for name, value in vars(known).items() if isinstance(value, PLAIN)})
+            for parameter, copied in zip(first.parameters(), other.parameters(), strict=True):
+                if copied.requires_grad != parameter.requires_grad:
+                    copied.requires_grad_(parameter.requires_grad)
 
     def _rehearsal(
         self,

@@ -63,6 +63,7 @@ class Value:
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...]
     changed: int = -1
     """The last part at or after which it was changed in place."""
     storage: int = 0
@@ -97,7 +98,8 @@ class Rehearsal:
     regions: list[Any] = field(default_factory=list)
     """For each part what torch.utils.checkpoint hung into autograd around its call, if it did."""
     kept_outside: list[tuple[int, int]] = field(default_factory=list)
-    """Values that torch.utils.checkpoint keeps for operations outside of parts: after which part, and their number."""
+    """Values that torch.utils.checkpoint keeps for operations outside of parts, and values that get a hook: after
+    which part, and their number."""
     changed_parameters: set[int] = field(default_factory=set)
     """Parameters, by their ids, that a part changes."""
     changed_buffers: set[str] = field(default_factory=set)
@@ -153,7 +155,7 @@ class Watch(TorchFunctionMode):
         if func not in RANDOM:
             if not any(map(self.follows, tensors)):
                 return func(*args, **kwargs)
-            if (constant := self._constant(func, args, kwargs)) is not None:
+            if (constant := constant_of(func, args, kwargs, self.follows)) is not None:
                 return constant
         operation = self._operations
         self._operations += 1
@@ -233,19 +235,22 @@ class Watch(TorchFunctionMode):
                 self.number(one)
         return result
 
-    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """A tensor that takes only its kind from a value of the model, and so is no such value itself."""
-        kind = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if func in FILLED and kind is not None and not kwargs.keys() - {"dtype", "device"}:
-            like = {"dtype": kind.dtype, "device": kind.device} | kwargs
-            shape = [] if _name(func).startswith("new_") else [kind.shape]
-            made: torch.Tensor = FILLED[func](*shape, *args[1:], **like)  # type: ignore[operator]
-            return made
-        if len(args) != 2 or kwargs or kind is None or self.follows(kind) or not isinstance(args[1], torch.Tensor):
-            return None
-        if func in (torch.Tensor.to, torch.Tensor.type_as):
-            return kind.to(args[1].device, args[1].dtype)
-        return kind.expand(args[1].shape) if func is torch.Tensor.expand_as else None
+
+def constant_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], follows: Callable[[torch.Tensor], bool]
+) -> torch.Tensor | None:
+    """A tensor that takes only its kind from a value of the model, and so is no such value itself; else None."""
+    kind = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    if func in FILLED and kind is not None and not kwargs.keys() - {"dtype", "device"}:
+        like = {"dtype": kind.dtype, "device": kind.device} | kwargs
+        shape = [] if _name(func).startswith("new_") else [kind.shape]
+        made: torch.Tensor = FILLED[func](*shape, *args[1:], **like)  # type: ignore[operator]
+        return made
+    if len(args) != 2 or kwargs or kind is None or follows(kind) or not isinstance(args[1], torch.Tensor):
+        return None
+    if func in (torch.Tensor.to, torch.Tensor.type_as):
+        return kind.to(args[1].device, args[1].dtype)
+    return kind.expand(args[1].shape) if func is torch.Tensor.expand_as else None
 
 
 def another_path(what: str) -> UserError:

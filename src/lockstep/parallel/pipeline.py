@@ -121,10 +121,7 @@ class Pipeline:
                 key = ("F", stage.number, number)
                 received = local.pop(key) if key in local else self.links.receive(key) if entering else []
                 began = time.perf_counter()
-                inputs = [
-                    tensor.detach().requires_grad_(value.requires_grad)
-                    for tensor, value in zip(received, entering, strict=True)
-                ]
+                inputs = [_as_sent(tensor, value) for tensor, value in zip(received, entering, strict=True)]
                 output = forward(stage, number, inputs)
                 outputs = [loss_of(number, output)] if stage.is_last else list(output)
                 if derives:
@@ -212,3 +209,11 @@ class Pipeline:
 
 def _with_data(stage: Stage) -> list[nn.Parameter]:
     return [parameter for parameter in stage.parameters() if not is_fake(parameter)]
+
+
+def _as_sent(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """What was received, laid out in memory as it was where it was made."""
+    if tensor.stride() != value.stride and 0 not in value.stride:
+        laid_out = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = laid_out.copy_(tensor)
+    return tensor.detach().requires_grad_(value.requires_grad)

@@ -132,8 +132,9 @@ def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) 
     for part, number in rehearsal.kept_outside:
         if plan.stage_of(rehearsal.values[number].made) < plan.stage_of(part):
             raise UserError(
-                "torch.utils.checkpoint recomputes operations outside of modules on a value of an earlier stage",
-                "put them into a module, or leave checkpoint out there",
+                "the model hooks (register_hook) or recomputes (torch.utils.checkpoint) a value of an earlier stage outside "
+                "of any module",
+                "do it inside a module that the model calls once, or use a dp or fsdp layout",
             )
     named = dict(model.named_parameters())
     for name, users in plan.users.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import (  # private in torch 2.11 and 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
@@ -27,6 +25,7 @@ from lockstep.parallel.crossing import (
     Value,
     Watch,
     another_path,
+    constant_of,
     is_fake,
     is_library,
     tensors_in,
@@ -68,7 +67,7 @@ def rehearse(
     undo = [replace_call(part, _part_call(number, watch)) for number, part in enumerate(parts)]
     handles = [hook for module in seeded for hook in _count_inside(module, watch)]
     try:
-        with without_data(), watch:
+        with without_data(), _no_custom_functions(watch), watch:
             try:
                 rehearsal.result = call(model)
             except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError):
@@ -96,7 +95,7 @@ class RehearsalWatch(Watch):
         self.rehearsal = rehearsal
         self.inside_seeded = 0
         self.numbered: list[torch.Tensor] = []
-        self._derives = torch.is_grad_enabled()
+        self.in_part = False
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Every value has to come from a part's return, or from an operation that was seen."""
@@ -121,8 +120,7 @@ class RehearsalWatch(Watch):
                     "of a pipeline do not see each other's tensors",
                     "build it from its parts with torch.stack or torch.cat, or use a dp or fsdp layout",
                 )
-        self._refuse_custom_function(tensors)
-        if _checkpoint_region() is not None:
+        if _checkpoint_region() is not None or name == "register_hook":
             numbers = [self.number_of(tensor) for tensor in tensors]
             self.rehearsal.kept_outside += [(self.at, number) for number in numbers if number is not None]
         if name == "__getitem__":
@@ -141,7 +139,7 @@ class RehearsalWatch(Watch):
         self.numbered.append(tensor)
         storage = tensor.untyped_storage()._cdata if not tensor.is_sparse else 0
         self.rehearsal.values.append(
-            Value(self.at, self.at, tensor.shape, tensor.dtype, tensor.requires_grad, storage=storage)
+            Value(self.at, self.at, tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), storage=storage)
         )
 
     def used(self, tree: Any) -> None:
@@ -170,20 +168,6 @@ class RehearsalWatch(Watch):
         elif isinstance(tensor, nn.Parameter):
             self.rehearsal.uses.setdefault(id(tensor), set()).add(max(self.at, 0))
 
-    def _refuse_custom_function(self, tensors: list[torch.Tensor]) -> None:
-        """What happens in the forward of an autograd.Function cannot be followed: its arguments are not seen."""
-        if not self._derives or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
-                raise UserError(
-                    f"{user_line()} is in an autograd.Function that is applied outside of any module, where a pipeline "
-                    "cannot follow its gradient",
-                    "apply it inside a module that the model calls once, or use a dp or fsdp layout",
-                )
-            frame = frame.f_back
-
 
 class PartWatch(TorchFunctionMode):
     """Sees the operations inside a part: they may use what was given to it and what they made themselves."""
@@ -198,6 +182,10 @@ class PartWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (constant := constant_of(func, args, kwargs, is_fake)) is not None:
+            return constant
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], _without_masks(args[1]))
         for tensor in tensors_in(args, kwargs):
             if self._watch and is_fake(tensor) and not isinstance(tensor, nn.Parameter):
                 number, mark = self._watch.number_of(tensor), getattr(tensor, "_lockstep_mark", self._mark)
@@ -225,8 +213,17 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
             versions = [tensor._version for tensor in (*given, *own)]
             rehearsal.regions.append(_checkpoint_region())
             _refuse_reentrant_checkpoint()
+            before = [id(tensor) for tensor in tensors_of((args, kwargs))]
+            watch.in_part = True
             with _no_other_randomness(module), PartWatch(watch, number, given):
                 output = module._call_impl(*args, **kwargs)
+            watch.in_part = False
+            if [id(tensor) for tensor in tensors_of((args, kwargs))] != before:
+                raise UserError(
+                    f"{type(module).__name__} changes a list, dict or object that it is given, which a stage that skips "
+                    "it would not",
+                    "return the new one from the module's forward, or use a dp or fsdp layout",
+                )
             watch.note_changes(given, versions[: len(given)])
             changed = zip(own, versions[len(given) :], strict=True)
             rehearsal.changed_parameters |= {id(tensor) for tensor, version in changed if tensor._version != version}
@@ -270,6 +267,27 @@ def without_data() -> Iterator[None]:
             "which only one stage of a pipeline has",
             "compute with tensors there (torch.where), or use a dp or fsdp layout",
         ) from error
+
+
+@contextmanager
+def _no_custom_functions(watch: RehearsalWatch) -> Iterator[None]:
+    """Refuse an autograd.Function that is applied outside of any part: what it is given and returns is not seen."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not watch.in_part and not function.__module__.startswith("torch."):
+            raise UserError(
+                f"{function.__name__} is an autograd.Function that is applied outside of any module, where a pipeline "
+                "cannot follow its gradient",
+                "apply it inside a module that the model calls once, or use a dp or fsdp layout",
+            )
+        return apply.__func__(function, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
