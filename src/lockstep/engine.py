@@ -117,6 +117,7 @@ class Engine:
         self._calls: Counter[int] = Counter()
         self._streams: dict[tuple[int, int], int] = {}
         self._prepare: Callable[[Look], None] | None = None
+        self._together: str | None = "a pipeline" if layout.pp > 1 else None
 
     def attach(self, parallel: ParallelModel) -> None:
         """Take over a model that was cut for this rank, and make its optimizer."""
@@ -181,9 +182,9 @@ class Engine:
         return self._prepare is None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("model", "models", "optimizer", "parameters", "stored", "blocks") and self.__dict__.get("_prepare"):
+        if self.__dict__.get("_prepare"):
             raise UserError(
-                f"engine.{name} is not there yet: a pipeline is cut when the first samples are known",
+                f"the engine's {name.lstrip('_')} is not there yet: a pipeline is cut when the first samples are known",
                 "make the loader (run.loader) before you use it",
             )
         raise AttributeError(name)
@@ -357,6 +358,8 @@ class Engine:
                 totals[1] += weight
             return loss_sum * (0.0 if micro_batches[number].filler else scale)
 
+        if not micro_batches:  # the last step of an epoch may have fewer than there are data ranks
+            return HostCopy(totals)
         data = [self._transfers.send(part.data).take() for part in micro_batches]
         before_backward = partial(self._gradients.before_backward, False)
         self._stages.step(data, self._summed_loss, start, loss_of, before_backward)

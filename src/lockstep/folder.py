@@ -107,8 +107,9 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
 
 
 def take_back(folder: RunFolder, made: list[Path]) -> None:
-    """Remove a run that was refused, if it is a new one, and the folders made for it."""
-    if folder.path in made:
+    """Remove a run that was refused before it began, if it is a new one, and the folders made for it."""
+    began = folder.events.exists() and any(event["kind"] == "start" for event in read_events(folder.events))
+    if folder.path in made and not began:
         shutil.rmtree(folder.path, ignore_errors=True)
         for path in made:
             with suppress(OSError):  # something else has come into it

@@ -30,10 +30,10 @@ def global_norm(
         norm = torch.linalg.vector_norm(torch.stack(norms))
     if not groups:
         return norm
-    square = norm.square()
+    square = norm.double().square()  # in one format on all ranks, whatever their parameters are stored in
     for group in groups:
         dist.all_reduce(square, group=group)
-    return square.sqrt()
+    return square.sqrt().to(norm.dtype)
 
 
 def gradient_scale(norm: torch.Tensor, factor: float, clip: float | None) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.format import checkpoints_folder, step_folder
 from lockstep.checkpoint.load import check_layout, cut_as_before, load_shard
 from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
-from lockstep.checkpoint.state import engine_state, merge_optimizers, restore_engine, restore_model
+from lockstep.checkpoint.state import check_groups, engine_state, merge_optimizers, restore_engine, restore_model
 from lockstep.config import (
     Attention,
     Compile,
@@ -216,6 +216,7 @@ class Run:
             self.status("looking at the model, to cut it into stages")
             parallel = parallelize_pipeline(build_model, look, *where)
             self._comm.agree(lambda: engine.attach(parallel))
+            check_groups(self._comm.gather(engine_state(engine)[1]["optimizer"]["groups"]))
             assert engine.pipeline is not None
             self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             self._restore(engine)
@@ -232,6 +233,7 @@ class Run:
             engine.when_data_is_known(explain)
         elif self.layout.pp > 1:
             check_goes_with_pipeline(self.layout, cutting)
+            engine.steps_done = self._start.index["step"] if self._start else 0
             engine.when_data_is_known(prepare)
         else:
             self.status("building the model")

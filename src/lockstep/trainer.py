@@ -133,6 +133,7 @@ class Trainer:
             compile=config.compile,
             attention=config.attention,
             shard=config.shard,
+            pipeline=config.pipeline,
             batch_norm=config.batch_norm,
             init=config.init,
         )

@@ -60,8 +60,8 @@ def cut_as_before(config: PipelineConfig, ranks: int, index: dict[str, Any]) -> 
     saved = index["pipeline"]
     if stages_of(config.schedule, ranks, config.per_rank) != saved["stages"]:
         raise UserError(
-            f"the checkpoint was written with other stages on each rank than schedule {config.schedule} has",
-            f"use one with {len(saved['stages'][0])} stages per rank as before, or start anew with --resume never",
+            f"the checkpoint was written by schedule {saved['schedule']}, and {config.schedule} has its stages elsewhere",
+            f"use {saved['schedule']} with {len(saved['stages'][0])} per rank, or start anew with --resume never",
         )
     if config.cuts is not None and config.cuts != saved["cuts"]:
         raise UserError(

@@ -26,7 +26,7 @@ def save_checkpoint(
 ) -> int:
     """Write the checkpoint of step `meta["step"]`, called by every rank; returns its size in bytes.
 
-    `shard` is this rank's coordinate on the fsdp axis; of the ranks that hold equal shards one `writes`. When any rank
+    `shard` is this rank's number among those that hold different parts of the model; of the ranks that hold equal shards one `writes`. When any rank
     fails to write, all ranks raise, and what was there before is untouched.
     """
     final = step_folder(run_folder, meta["step"])

@@ -47,6 +47,16 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
     }
 
 
+def check_groups(by_rank: list[list[dict[str, Any]]]) -> None:
+    """Refuse an optimizer that has other parameter groups on some ranks of a pipeline: they are saved as one."""
+    options = [[group["options"] for group in groups] for groups in by_rank]
+    if any(one != options[0] for one in options):
+        raise UserError(
+            "the optimizer has other parameter groups on some ranks of the pipeline than on others",
+            "make the same groups on every rank, in one order; a group may be empty",
+        )
+
+
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The JSON part of one optimizer, from those of all ranks of a pipeline: each knows its own parameters."""
     values = {name: state for part in parts for name, state in part["values"].items()}
@@ -121,9 +131,9 @@ def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _restore_groups(engine: Engine, groups: list[dict[str, Any]], parameters: dict[str, torch.nn.Parameter]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    current = [[names[id(p)] for p in group["params"] if id(p) in names] for group in engine.optimizer.param_groups]
+    current = [{names[id(p)] for p in group["params"] if id(p) in names} for group in engine.optimizer.param_groups]
     here = set(names.values())
-    if current != [[name for name in group["parameters"] if name in here] for group in groups]:
+    if current != [here.intersection(group["parameters"]) for group in groups]:
         raise UserError(
             "the optimizer's parameter groups are not those of the checkpoint",
             "build the optimizer as before, or start anew with --resume never",

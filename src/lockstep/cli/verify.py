@@ -170,7 +170,12 @@ def _explain(
         outcome = _launch(folder, config, Layout(), worker, settings)
     if outcome.code:
         return _failed(outcome, "on one process", as_json)
-    plan = json.loads((folder / "recording" / PLAN).read_text(encoding="utf-8"))
+    path = folder / "recording" / PLAN
+    if not path.exists():
+        raise UserError(
+            "the script made no loader, so there was nothing to look at", "call run.setup and run.loader in it"
+        )
+    plan = json.loads(path.read_text(encoding="utf-8"))
     show(plan, terminal)
     if as_json:
         print(json.dumps(plan, allow_nan=False))

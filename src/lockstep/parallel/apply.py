@@ -186,10 +186,11 @@ def parallelize_pipeline(
     seeded: list[list[nn.Module]] = []
     sharded: list[ShardedGradients] = []
     taken: dict[int, nn.Parameter] = {}
+    taken_buffers: dict[int, torch.Tensor] = {}
     for number in stages_of(config.schedule, layout.pp, config.per_rank)[rank]:
         owned = {name for name, users in plan.users.items() if number in users}
         buffers = {name for name, users in plan.buffer_users.items() if number in users}
-        model = cut_model(built.model, owned, buffers, device, {} if fully_sharded else taken)
+        model = cut_model(built.model, owned, buffers, device, {} if fully_sharded else taken, taken_buffers)
         if numerics.storage_dtype != "fp32":
             accept_rounded(model, numerics.storage_dtype, device)
         # Before sharding, which gives modules other classes.
@@ -211,8 +212,9 @@ def parallelize_pipeline(
             if stage.number in plan.users[name] and not any(parameter is one for one in held.get(name, [])):
                 held.setdefault(name, []).append(parameter)
     if built.tensors is not None:
-        for number in range(max(map(len, held.values()))):
-            fill(((name, copies[number]) for name, copies in held.items() if number < len(copies)), built.tensors(None))
+        for name, full in built.tensors(None):
+            for copy in held.get(name, ()):
+                fill([(name, copy)], iter([(name, full)]))
     for stage in stages:
         stage.wire()
     pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links)
@@ -226,7 +228,7 @@ def parallelize_pipeline(
         [part.name for part in plan.parts if part.is_block],
         seeded,
         parameters,
-        _own_buffers(plan, stages),
+        _own_buffers(stages),
         PipelineGradients(inner, _ties(pipeline, dict(parameters), held, comm)),
         RunningStatistics(_own_modules(plan, stages), comm, comm.data_group()),
         [parameter for name, parameter in parameters if pipeline.rank_of[plan.users[name][0]] == rank],
@@ -287,14 +289,10 @@ def _own_modules(plan: ModelPlan, stages: list[Stage]) -> list[tuple[str, nn.Mod
     ]
 
 
-def _own_buffers(plan: ModelPlan, stages: list[Stage]) -> list[tuple[str, torch.Tensor]]:
-    """The buffers this rank saves: each is the matter of the first stage that has it."""
-    return [
-        (name, buffer)
-        for stage in stages
-        for name, buffer in stage.model.named_buffers()
-        if plan.buffer_users[name][0] == stage.number
-    ]
+def _own_buffers(stages: list[Stage]) -> list[tuple[str, torch.Tensor]]:
+    """The buffers this rank has: its stages share those that are outside of parts."""
+    buffers = {name: buffer for stage in stages for name, buffer in stage.model.named_buffers() if not is_fake(buffer)}
+    return list(buffers.items())
 
 
 def _ties(

@@ -22,18 +22,19 @@ def backward_of_inputs(
     Autograd runs down the paths that lead to the inputs. Where one of their nodes also leads to weights, the gradient
     that arrives there is kept, and the second half begins from it.
     """
+    pairs = list(zip(outputs, gradients, strict=True))
     leaves = {_leaf_node(tensor) for tensor in inputs}
-    roots = [node for tensor in outputs if (node := tensor.grad_fn or _leaf_node(tensor)) is not None]
-    order = _from_roots(roots)
+    order = _from_roots([_node(tensor) for tensor in outputs])
     on_the_way = set(leaves)
     for node in reversed(order):
         if any(following in on_the_way for following, _ in node.next_functions):
             on_the_way.add(node)
-    starts = on_the_way | set(roots)
+    leading = [(tensor, gradient) for tensor, gradient in pairs if _node(tensor) in on_the_way]
+    apart = [(tensor, gradient) for tensor, gradient in pairs if _node(tensor) not in on_the_way]
     wanted = {_leaf_node(weight): weight for weight in weights if weight.requires_grad}
     branches: dict[nn.Parameter, set[Node]] = {}
-    for node in starts & set(order):
-        for weight in _weights_below(node, starts, wanted):
+    for node in on_the_way & set(order):
+        for weight in _weights_below(node, on_the_way, wanted):
             branches.setdefault(weight, set()).add(node)
 
     arrived: dict[Node, tuple[torch.Tensor | None, ...]] = {}
@@ -47,17 +48,12 @@ def backward_of_inputs(
     branching = {node for nodes in branches.values() for node in nodes}
     handles = [node.register_prehook(keep(node)) for node in branching]
     try:
-        torch.autograd.backward(outputs, gradients, inputs=list(inputs), retain_graph=True)
+        if leading:
+            roots, grads_of_roots = zip(*leading, strict=True)
+            torch.autograd.backward(roots, grads_of_roots, inputs=list(inputs), retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
-    # A root that does not lead to the inputs was not run.
-    for tensor, gradient in zip(outputs, gradients, strict=True):
-        root = tensor.grad_fn
-        if root is not None and root in branching and root not in arrived:
-            slots: list[torch.Tensor | None] = [None] * (tensor.output_nr + 1)
-            slots[tensor.output_nr] = torch.ones_like(tensor) if gradient is None else gradient
-            arrived[root] = tuple(slots)
 
     groups: dict[frozenset[Node], list[nn.Parameter]] = {}
     for weight, nodes in branches.items():
@@ -80,10 +76,19 @@ def backward_of_inputs(
             finally:
                 for handle in held:
                     handle.remove()
+        # Outputs that do not lead to the inputs have a part of the graph of their own.
+        below = {weight for tensor, _ in apart for weight in _weights_below(_node(tensor), set(), wanted)}
+        if below:
+            others, grads_of_others = zip(*apart, strict=True)
+            torch.autograd.backward(others, grads_of_others, inputs=list(below), retain_graph=True)
         groups.clear()
         arrived.clear()
 
     return backward_of_weights
+
+
+def _node(tensor: torch.Tensor) -> Node:
+    return tensor.grad_fn or _leaf_node(tensor)
 
 
 def _leaf_node(tensor: torch.Tensor) -> Node:

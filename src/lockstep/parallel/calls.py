@@ -61,15 +61,30 @@ class PipelinedCalls:
         before_backward: Callable[[], None],
     ) -> None:
         """Forward and backward of the micro-batches of a step."""
-        rehearsals = self._look("step", loss, data)
-        self._pipeline.step(rehearsals, self._forward(loss, data, rehearsals, start), loss_of, before_backward)
+        with self._computing():
+            rehearsals = self._look("step", loss, data)
+        forward = self._forward(loss, data, rehearsals, start, self._computing)
+        self._pipeline.step(rehearsals, forward, loss_of, before_backward)
 
     def score(
         self, name: str, data: Sequence[Any], function: Callable[[nn.Module, Any], Any], start: Start
     ) -> list[Any]:
         """What a function returns for every micro-batch, on the rank of the last stage; elsewhere nothing."""
-        rehearsals = self._look(name, function, data, may_read_at_end=True)
-        return self._pipeline.forward_only(rehearsals, self._forward(function, data, rehearsals, start))
+        with self._computing():
+            rehearsals = self._look(name, function, data, may_read_at_end=True)
+            if not any(one.outputs for one in rehearsals):
+                return self._without_model(data, function, start)
+            forward = self._forward(function, data, rehearsals, start, nullcontext)
+            return self._pipeline.forward_only(rehearsals, forward)
+
+    def _without_model(self, data: Sequence[Any], function: Callable[[nn.Module, Any], Any], start: Start) -> list[Any]:
+        """A function that does not call the model: the rank of the last stage computes it."""
+        stage = self._pipeline.stages[-1]
+        results = []
+        for number, one in enumerate(data if stage.is_last else []):
+            with start(number):
+                results.append(function(stage.model, one))
+        return results
 
     def _forward(
         self,
@@ -77,10 +92,11 @@ class PipelinedCalls:
         data: Sequence[Any],
         rehearsals: Sequence[Rehearsal],
         start: Start,
+        computing: Callable[[], AbstractContextManager[None]],
     ) -> Callable[[Stage, int, Sequence[torch.Tensor]], Any]:
         def forward(stage: Stage, number: int, received: Sequence[torch.Tensor]) -> Any:
             stage.rehearsal = rehearsals[number]
-            with start(number), self._computing():
+            with start(number), computing():
                 return stage(lambda model: function(model, data[number]), received)
 
         return forward
@@ -104,7 +120,7 @@ class PipelinedCalls:
             return model(*given[0], **given[1])
 
         (rehearsal,) = rehearsals = self._look("call", call, [given])
-        forward = self._forward(call, [given], rehearsals, lambda _: nullcontext())
+        forward = self._forward(call, [given], rehearsals, lambda _: nullcontext(), nullcontext)
         results = self._pipeline.forward_only(rehearsals, forward)
         last = self._comm.pipeline_ranks()[self._pipeline.rank_of[-1]]
         result = results[0] if results else rehearsal.result
@@ -128,7 +144,8 @@ class PipelinedCalls:
     ) -> list[Rehearsal]:
         self._make_alike()
         modes = tuple(module.training for module in self._pipeline.stages[0].model.modules())
-        kind = name, getattr(function, "__code__", None), torch.is_grad_enabled(), hash(modes)
+        autocast = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
+        kind = name, getattr(function, "__code__", None), torch.is_grad_enabled(), autocast, hash(modes)
         return [self._rehearsal((*kind, _shape_of(one)), function, one, modes, may_read_at_end) for one in data]
 
     def _make_alike(self) -> None:
@@ -155,10 +172,10 @@ class PipelinedCalls:
             for module, training in zip(self._skeleton.modules(), modes, strict=True):
                 module.training = training
             parts = [part.name for part in self._pipeline.plan.parts]
-            with self._computing(), torch.random.fork_rng([]):
-                self._rehearsals[key] = rehearse_parts(
-                    self._skeleton, parts, lambda model: function(model, data), may_read_at_end
-                )
+            with torch.random.fork_rng([]):
+                rehearsal = rehearse_parts(self._skeleton, parts, lambda model: function(model, data), may_read_at_end)
+            rehearsal.pieces.clear()  # they are for the plan, and hold the batch
+            self._rehearsals[key] = rehearsal
         return self._rehearsals[key]
 
 
@@ -171,7 +188,9 @@ def _shape_of(data: Any) -> Any:
 def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
-    return leaf if _is_plain(leaf) else (type(leaf), *(tensor.shape for tensor in tensors_of(leaf)))
+    if leaf is None or isinstance(leaf, bool | int):
+        return leaf
+    return type(leaf), *(tensor.shape for tensor in tensors_of(leaf))
 
 
 def _without_objects(result: Any) -> Any:

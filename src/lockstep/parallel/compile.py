@@ -63,7 +63,10 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def keep_for_two_backwards() -> None:
-    """Let compiled code be derived in two halves: it may not reuse the memory of what the second one needs."""
+    """Let compiled code be derived in two halves: it may not reuse the memory of what the second one needs.
+
+    Private in torch 2.11 and 2.13.
+    """
     torch._functorch.config.donated_buffer = False
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ FILLED = {
     torch.Tensor.new_full: torch.full,
 }
 """Operations that take a shape, a number format and a device from a value, and nothing else."""
+
+PACKAGE = str(Path(__file__).parents[1])
 
 _passes = itertools.count()
 
@@ -271,7 +274,7 @@ def user_line() -> str:
 
 def is_library(path: str) -> bool:
     """Whether a file is torch's or ours, and not the user's."""
-    return "/torch/" in path or "/lockstep/" in path.replace("\\", "/") or path.startswith("<")
+    return path.startswith((PACKAGE, "<")) or "/torch/" in path
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Links:
         # gloo sends from the memory of the host.
         backends = {dist.get_backend(group) for group in groups.values()}
         self._through = torch.device("cpu") if "gloo" in backends else device
+        # A receive over NCCL occupies the GPU until it is served: there the next one waits until it is needed.
+        self._ahead = AHEAD if "gloo" in backends else 0
         self._coming: dict[int, deque[tuple[Key, list[Value]]]] = {}
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._expected: dict[Key, tuple[list[torch.Tensor], list[Any]]] = {}
@@ -55,11 +57,12 @@ class Links:
         self._coming = {source: deque(queue) for source, queue in messages.items()}
         self._sources = {key: source for source, queue in messages.items() for key, _ in queue}
         for source in self._coming:
-            self._make_ready(source, AHEAD)
+            self._make_ready(source, self._ahead)
 
     def send(self, to: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send a message; it may still be on its way when this returns."""
         group, number = self._next(self._rank, to)
+        self._sent = [(work, data) for work, data in self._sent if not work.is_completed()]
         for slot, tensor in enumerate(tensors):
             data = tensor.detach().to(self._through).contiguous()
             work = dist.isend(data, dst=self._peers[to], group=group, tag=_tag(number, slot))
@@ -71,7 +74,7 @@ class Links:
         while key not in self._expected:
             self._make_ready(source, 1)
         tensors, works = self._expected.pop(key)
-        self._make_ready(source, 1)
+        self._make_ready(source, min(1, self._ahead))
         for work in works:
             work.wait()
         return [tensor.to(self._device) for tensor in tensors]

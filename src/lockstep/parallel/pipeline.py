@@ -65,7 +65,11 @@ class Pipeline:
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to know to be cut the same way again."""
         cuts = [self.plan.parts[cut].name for cut in self.plan.cuts[1:-1]]
-        return {"cuts": cuts, "stages": stages_of(self.schedule, self.ranks, len(self.stages))}
+        return {
+            "schedule": self.schedule,
+            "cuts": cuts,
+            "stages": stages_of(self.schedule, self.ranks, len(self.stages)),
+        }
 
     def step(
         self,

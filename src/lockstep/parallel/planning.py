@@ -132,8 +132,8 @@ def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) 
     for part, number in rehearsal.kept_outside:
         if plan.stage_of(rehearsal.values[number].made) < plan.stage_of(part):
             raise UserError(
-                "the model hooks (register_hook) or recomputes (torch.utils.checkpoint) a value of an earlier stage outside "
-                "of any module",
+                "outside of any module a value of an earlier stage gets a hook (register_hook) or is recomputed "
+                "(torch.utils.checkpoint)",
                 "do it inside a module that the model calls once, or use a dp or fsdp layout",
             )
     named = dict(model.named_parameters())

@@ -94,8 +94,8 @@ class Stage(nn.Module):
             raise another_path(f"did not make all values that cross to {self._parts[self.end]}")
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
             raise UserError(
-                f"a value that crosses to {self._parts[self.end]} has the shape {tuple(tensor.shape)}, and had "
-                f"{tuple(value.shape)} for a batch of the same shapes",
+                f"a value that crosses to {self._parts[self.end]} is {tensor.dtype} {tuple(tensor.shape)}, and was "
+                f"{value.dtype} {tuple(value.shape)} for a batch of the same shapes",
                 "cut samples to length in the collate function, not in the loss or the model by a value of the batch",
             )
         if value.requires_grad and not tensor.requires_grad:
@@ -171,11 +171,13 @@ def cut_model(
     owned_buffers: Collection[str],
     device: torch.device,
     taken: dict[int, nn.Parameter],
+    taken_buffers: dict[int, torch.Tensor],
 ) -> nn.Module:
     """A copy of a model that holds only the parameters and buffers it owns; the others have no data.
 
     Parameters of a model in memory are taken over, moved to the device; `taken` remembers them, for other stages of
-    this rank that own them too. Those without storage (on the meta device) get uninitialised memory.
+    this rank that own them too, and `taken_buffers` the buffers. Parameters without storage (on the meta device) get
+    uninitialised memory.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -188,9 +190,10 @@ def cut_model(
             data = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
             taken[id(parameter)] = memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        memo[id(buffer)] = (
-            buffer.detach().to(device, copy=True) if name in owned_buffers else fake_like(buffer, mode, device)
-        )
+        if name not in owned_buffers:
+            memo[id(buffer)] = fake_like(buffer, mode, device)
+        else:
+            memo[id(buffer)] = taken_buffers.setdefault(id(buffer), buffer.detach().to(device, copy=True))
     return copy_of(model, memo)
 
 

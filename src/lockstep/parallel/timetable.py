@@ -117,7 +117,8 @@ def check_micro_batches(
             f"pipeline.micro_batches is {config.micro_batches}, and micro_batch {told} makes {fewest} of a step",
             "say one of them",
         )
-    for number in {fewest, fewest + bool(more)}:
+    most = fewest + bool(more)
+    for number in {most} if layout.fsdp > 1 else {fewest, most}:  # shards do the same number, with fillers
         check(config.schedule, layout.pp, config.per_rank, number)
 
 
