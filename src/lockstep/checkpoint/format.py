@@ -34,7 +34,7 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def shard_name(shard: int) -> str:
-    """The file of one shard; its number is the coordinate on the fsdp axis."""
+    """The file of one shard; its number is that of the part of the model it holds: stages, and shards of each."""
     return f"shard-{shard:05d}.safetensors"
 
 

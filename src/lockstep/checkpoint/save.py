@@ -26,8 +26,8 @@ def save_checkpoint(
 ) -> int:
     """Write the checkpoint of step `meta["step"]`, called by every rank; returns its size in bytes.
 
-    `shard` is this rank's number among those that hold different parts of the model; of the ranks that hold equal shards one `writes`. When any rank
-    fails to write, all ranks raise, and what was there before is untouched.
+    `shard` is this rank's number among those that hold different parts of the model; of the ranks that hold equal
+    shards one `writes`. When any rank fails to write, all ranks raise, and what was there before is untouched.
     """
     final = step_folder(run_folder, meta["step"])
     staging = final.with_name(f".{final.name}.writing")

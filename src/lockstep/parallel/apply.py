@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import ModelPlan, find_blocks, seed_points
 from lockstep.parallel.batchnorm import SyncBatchNorms
-from lockstep.parallel.compile import check_compilable, compile_blocks, keep_for_two_backwards
+from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.links import Links
@@ -180,7 +180,6 @@ def parallelize_pipeline(
     if config.schedule in SPLITS_BACKWARD:
         # The second half of a backward pass reads the weights again, when torch has given them back already.
         sharding = sharding.model_copy(update={"level": "zero2"})
-        keep_for_two_backwards()
 
     stages: list[Stage] = []
     seeded: list[list[nn.Module]] = []
@@ -266,6 +265,11 @@ def check_goes_with_pipeline(layout: Layout, cutting: Cutting) -> None:
     if cutting.compile == "model":
         raise UserError(
             "compile = model does not go with a pipeline, which leaves the model half-way", "use compile = blocks"
+        )
+    if cutting.compile != "off" and cutting.pipeline.schedule in SPLITS_BACKWARD:
+        raise UserError(
+            f"schedule {cutting.pipeline.schedule} splits the backward of a block, which compiled code cannot do",
+            "use compile = off, or a schedule such as 1f1b or interleaved-1f1b",
         )
     if cutting.batch_norm == "sync":
         raise UserError("batch_norm = sync does not go with a pipeline", "use batch_norm = micro-batch, or no pp axis")

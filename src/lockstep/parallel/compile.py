@@ -62,14 +62,6 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         replace_forward(block, torch.compile)
 
 
-def keep_for_two_backwards() -> None:
-    """Let compiled code be derived in two halves: it may not reuse the memory of what the second one needs.
-
-    Private in torch 2.11 and 2.13.
-    """
-    torch._functorch.config.donated_buffer = False
-
-
 def compile_whole(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Compile the loss function and with it the model it calls."""
     allow_variants(1)
