@@ -86,11 +86,11 @@ class TinyGPT(nn.Module):
 
     waves: torch.Tensor
 
-    def __init__(self, tied: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, tied: bool = True, dropout: float = 0.0, depth: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:

@@ -2,7 +2,8 @@
 
 A row of ROWS is a layout with a logical micro-batch size, a column of COLUMNS what is trained and how. Every cell is
 trained for its steps and compared with one process that sees the same logical micro-batches, and, where no dropout mask
-and no rounding to bf16 comes in, with a plain PyTorch loop over whole batches. A later issue adds its axis as rows.
+and no rounding to bf16 comes in, with a plain PyTorch loop over whole batches. Pipelines have a table of their own, in
+test_pipeline.py: their ranks hold different parameters.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tests.parity.problems import (
     text_loss,
     weights,
 )
+from tests.parity.test_pipeline import CELLS as PIPELINES
 from tests.ranks import Job, RankPool
 
 # ---- The table
@@ -361,7 +363,8 @@ def test_averaging_over_ranks_would_be_noticed(table: Table, ranks: RankPool) ->
 
 
 def test_the_table_covers_every_available_axis_alone_and_all_of_them_together() -> None:
-    cut = {tuple(axis for axis in AXES if Layout.parse(row.layout).size(axis) > 1) for row in ROWS}
+    layouts = [row.layout for row in ROWS] + [cell.layout for cell in PIPELINES]
+    cut = {tuple(axis for axis in AXES if Layout.parse(layout).size(axis) > 1) for layout in layouts}
     assert {(), *((axis,) for axis in AVAILABLE_AXES), AVAILABLE_AXES} <= cut
 
 

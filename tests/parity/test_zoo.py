@@ -22,6 +22,7 @@ from tests.parity.zoo import ENTRIES, ZOO, Entry
 from tests.ranks import Job, RankFailed, RankPool
 
 LAYOUTS = ["dp=2", "fsdp=2", "pp=2", "pp=4"]
+SLOW = ["pp=4"]
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
 STEPS = 3
@@ -158,8 +159,9 @@ def is_missing(entry: Entry) -> bool:
 
 
 def case(entry: Entry, *more: str) -> Any:
-    missing = pytest.mark.skipif(is_missing(entry), reason=f"needs {entry.needs}, which make setup installs")
-    return pytest.param(entry, *more, id="-".join([entry.name, *more]), marks=missing)
+    marks = [pytest.mark.skipif(is_missing(entry), reason=f"needs {entry.needs}, which make setup installs")]
+    marks += [pytest.mark.slow for layout in more if layout in SLOW]
+    return pytest.param(entry, *more, id="-".join([entry.name, *more]), marks=marks)
 
 
 RUNNABLE = [entry for entry in ENTRIES if not is_missing(entry)]

@@ -2175,7 +2175,7 @@ ENTRIES = [
         LayerDropStack,
         vector_loss,
         VECTORS,
-        refused_by_pipelines(DRAWS_ALONE, random=True, broken=APART),
+        refused_by_pipelines(READS_A_VALUE, random=True, broken=APART),
     ),
     # Hugging Face
     Entry("hf-gpt2", hf_gpt2, own_padded_loss, PADDED, DROPOUT, needs="transformers"),

@@ -146,6 +146,8 @@ MISTAKES = [
     (["workers=1"], "unknown key 'workers' (from --set): did you mean 'data.workers'?"),
     (["model.layrs=2"], "unknown key 'model.layrs' (from --set): did you mean 'model.layers'?"),
     (["layers=2"], "unknown key 'layers' (from --set): did you mean 'model.layers'?"),
+    (["pipeline.schedul=1f1b"], "unknown key 'pipeline.schedul' (from --set): did you mean 'pipeline.schedule'?"),
+    (["cuts=['h.2']"], "unknown key 'cuts' (from --set): did you mean 'pipeline.cuts'?"),
     (["recipe=lmm"], "unknown recipe 'lmm': did you mean 'lm'?"),
     (["recipe=resnet"], "unknown recipe 'resnet': choose one of lm, digits, linear, wikitext2, mnist, cifar10"),
     # wrong types
@@ -158,6 +160,11 @@ MISTAKES = [
     (["clip=big"], "clip = 'big' (from --set) is not valid: it has to be a number"),
     (["share_gpu=1"], "share_gpu = 1 (from --set) is not valid: it has to be true or false"),
     (["data.path=3"], "data.path = 3 (from --set) is not valid: it has to be text"),
+    (
+        ["pipeline.cuts=blocks.2"],
+        "pipeline.cuts = 'blocks.2' (from --set) is not valid: it has to be a list, as in "
+        "--set 'pipeline.cuts=[\"...\"]'",
+    ),
     (
         ["optimizer=adamw"],
         "optimizer = 'adamw' (from --set) is not valid: it has to be a table, set key by key",
@@ -183,6 +190,15 @@ MISTAKES = [
     (
         ["schedule.name=poly"],
         "schedule.name = 'poly' (from --set) is not valid: it has to be 'constant', 'linear' or 'cosine'",
+    ),
+    (
+        ["pipeline.schedule=1f1c"],
+        "pipeline.schedule = '1f1c' (from --set) is not valid: it has to be 'gpipe', '1f1b', 'interleaved-1f1b', "
+        "'looped-bfs', 'interleaved-zero-bubble', 'zbv' or 'dualpipev'",
+    ),
+    (
+        ["pipeline.micro_batches=0"],
+        "pipeline.micro_batches = 0 (from --set) is not valid: it has to be greater than 0",
     ),
     # contradictions
     (["steps=3", "epochs=2"], "steps and epochs contradict each other: say one of them"),
@@ -428,6 +444,7 @@ ROUND_TRIPS = [
     ["optimizer.args={groups = [{lr = 0.1}, {lr = 0.2}], names = ['a', 'b']}"],
     ["data.workers=0", "data.shuffle=false", "share_gpu=true", "recompute=true"],
     ["layout=dp=2,fsdp=2", "validate_every=never", "save_every=0.5 epochs", "precision=bf16"],
+    ["layout=pp=2", "pipeline.schedule=zbv", "pipeline.micro_batches=8", "pipeline.cuts=['blocks.1', 'norm']"],
 ]
 
 

@@ -124,7 +124,9 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_arithmetic_and_layouts_t
     assert str(refusal.value) == sentence
 
 
-@pytest.mark.parametrize("text", ["dp=7", "fsdp=5", "dp=3,fsdp=7", "dp=auto,fsdp=13", "dp=1024", "pp=6,dp=5", "pp=3,dp=auto"])
+@pytest.mark.parametrize(
+    "text", ["dp=7", "fsdp=5", "dp=3,fsdp=7", "dp=auto,fsdp=13", "dp=1024", "pp=6,dp=5", "pp=3,dp=auto"]
+)
 def test_every_suggested_layout_fits(text: str) -> None:
     wanted = Layout.parse(text)
     for world_size in range(1, 65):

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import pytest
 
-from lockstep.config import Schedule
+from lockstep.config import PipelineConfig, Schedule
 from lockstep.errors import UserError
-from lockstep.parallel.timetable import Action, check, peak_in_flight, stages_of, timetable
+from lockstep.layout import Layout
+from lockstep.parallel.timetable import (
+    Action,
+    check,
+    check_micro_batches,
+    choose_micro_batch,
+    peak_in_flight,
+    stages_of,
+    timetable,
+)
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 PER_RANK: dict[Schedule, tuple[int, ...]] = {
@@ -185,6 +195,45 @@ def test_the_numbers_a_refusal_names_are_taken(schedule: Schedule) -> None:
                 check(schedule, ranks, 2, named)
 
 
+def counts(schedule: Schedule, ranks: int, per_rank: int, data_size: int, global_batch: int) -> set[int]:
+    """The numbers of micro-batches that the schedule takes, and that some size of micro-batch makes of a batch."""
+    found = set()
+    for micro_batch in range(1, global_batch + 1):
+        fewest, more = divmod(-(-global_batch // micro_batch), data_size)
+        if fewest and not any(refusal(schedule, ranks, per_rank, number) for number in {fewest, fewest + bool(more)}):
+            found.add(fewest)
+    return found
+
+
+BATCHES = [(data_size, global_batch) for data_size in (1, 2, 3) for global_batch in (24, 48, 50, 63)]
+
+
+@each_pipeline
+def test_a_micro_batch_that_is_chosen_suits_the_schedule(schedule: Schedule, ranks: int, per_rank: int) -> None:
+    config = PipelineConfig(schedule=schedule, stages_per_rank=per_rank)
+    for data_size, global_batch in BATCHES:
+        if counts(schedule, ranks, per_rank, data_size, global_batch):
+            micro_batch = choose_micro_batch(config, ranks, global_batch, data_size)
+            check_micro_batches(config, Layout(pp=ranks, dp=data_size), global_batch, micro_batch, None)
+
+
+@each_pipeline
+def test_a_number_of_micro_batches_is_obeyed_or_refused_with_some_that_work(
+    schedule: Schedule, ranks: int, per_rank: int
+) -> None:
+    for data_size, global_batch in BATCHES:
+        possible = counts(schedule, ranks, per_rank, data_size, global_batch)
+        for number in range(1, 40):
+            config = PipelineConfig(schedule=schedule, stages_per_rank=per_rank, micro_batches=number)
+            if number in possible:
+                micro_batch = choose_micro_batch(config, ranks, global_batch, data_size)
+                check_micro_batches(config, Layout(pp=ranks, dp=data_size), global_batch, micro_batch, None)
+                assert -(-global_batch // micro_batch) // data_size == number
+            else:
+                named = re.findall(r"\d+", fix_of(choose_micro_batch, config, ranks, global_batch, data_size))
+                assert {int(other) for other in named} <= possible
+
+
 def test_names_and_checks_leave_torch_out_and_torch_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import sys; from lockstep.parallel.timetable import check, stages_of; "
@@ -199,8 +248,12 @@ def test_names_and_checks_leave_torch_out_and_torch_says_nothing(caplog: pytest.
 
 def refusal(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int) -> str:
     """The fix a refusal gives; empty when the number is taken."""
+    return fix_of(check, schedule, ranks, per_rank, micro_batches)
+
+
+def fix_of(function: Callable[..., object], *args: object) -> str:
     try:
-        check(schedule, ranks, per_rank, micro_batches)
+        function(*args)
     except UserError as error:
         return error.fix
     return ""

@@ -60,7 +60,7 @@ def cut_as_before(config: PipelineConfig, ranks: int, index: dict[str, Any]) -> 
     saved = index["pipeline"]
     if stages_of(config.schedule, ranks, config.per_rank) != saved["stages"]:
         raise UserError(
-            f"the checkpoint was written by {saved['schedule']}, and schedule {config.schedule} has other stages on a rank",
+            f"the checkpoint was written by {saved['schedule']}, and schedule {config.schedule} has other stages",
             f"use {saved['schedule']} with {len(saved['stages'][0])} per rank, or start anew with --resume never",
         )
     if config.cuts is not None and config.cuts != saved["cuts"]:
