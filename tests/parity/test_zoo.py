@@ -22,7 +22,7 @@ from tests.parity.zoo import ENTRIES, ZOO, Entry
 from tests.ranks import Job, RankFailed, RankPool
 
 LAYOUTS = ["dp=2", "fsdp=2", "pp=2", "pp=4"]
-SLOW = ["pp=4"]
+SLOW = ["dp=2", "fsdp=2", "pp=4"]
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
 STEPS = 3
