@@ -86,24 +86,22 @@ def check(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int) -> 
 
 def choose_micro_batch(config: PipelineConfig, ranks: int, global_batch: int, data_size: int) -> int:
     """The size of a micro-batch that gives a pipeline as many as it was asked to take, or as suit it."""
-
-    def count(size: int) -> int:
-        """Micro-batches of the data rank that has the fewest."""
-        return -(-global_batch // size) // data_size
-
+    sizes: dict[int, int] = {}  # by the number of micro-batches that the data rank with the fewest gets
+    for size in range(global_batch, 0, -1):
+        fewest, more = divmod(-(-global_batch // size), data_size)
+        if fewest and all(_fits(config.schedule, ranks, number) for number in {fewest, fewest + bool(more)}):
+            sizes[fewest] = size
     if config.micro_batches is None:
-        fitting = [size for size in range(1, global_batch + 1) if _fits(config.schedule, ranks, count(size))]
         # More of them leave less of a step idle, fewer keep the device busier.
-        return min(fitting, key=lambda size: (abs(count(size) - 4 * ranks), size), default=1)
-    for size in range(1, global_batch + 1):
-        if count(size) == config.micro_batches:
-            return size
-    possible = sorted({count(size) for size in range(1, global_batch + 1)} - {0})
-    near = sorted(sorted(possible, key=lambda number: abs(number - config.micro_batches))[:3])  # type: ignore[operator]
+        return sizes[min(sizes, key=lambda number: abs(number - 4 * ranks))] if sizes else 1
+    wanted = config.micro_batches
+    if wanted in sizes:
+        return sizes[wanted]
+    near = sorted(sorted(sizes, key=lambda number: abs(number - wanted))[:3])
     raise UserError(
-        f"pipeline.micro_batches is {config.micro_batches}, and a global batch of {global_batch} samples over "
-        f"{data_size} data rank{'' if data_size == 1 else 's'} cannot be cut into that many",
-        f"give {_either(near)}, or another global_batch",
+        f"pipeline.micro_batches is {wanted}, which schedule {config.schedule} on {ranks} ranks and a global batch of "
+        f"{global_batch} over {data_size} data rank{'' if data_size == 1 else 's'} do not allow",
+        f"give {_either(near)}, or another global_batch" if near else "use a larger global_batch, or schedule gpipe",
     )
 
 
