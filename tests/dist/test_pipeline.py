@@ -285,7 +285,7 @@ def set_up(run: Run, where: Where, training: Training) -> Engine:
     if where is not SINGLE:
         options |= training.only_layouts
     if training.cuts:
-        pipeline["cuts"] = list(training.cuts) if where.schedule == "zbv" else [training.cuts[1]]
+        pipeline["cuts"] = [training.cuts[1]] if where.schedule == "1f1b" else list(training.cuts)
     return run.setup(
         training.build,
         training.loss,
