@@ -39,14 +39,18 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         same_class = len({type(child) for _, child in children}) == 1
         if is_list and len(children) >= 2 and same_class and all(list(c.parameters()) for _, c in children):
             for child_name, child in children:
-                if isinstance(child, CONTAINERS):  # never called: what it holds is repeated
-                    held = [(inner, one) for inner, one in child.named_children() if list(one.parameters())]
-                    blocks.extend((f"{name}{child_name}.{inner}", one) for inner, one in held)
-                else:
-                    blocks.append((f"{name}{child_name}", child))
+                take(child, f"{name}{child_name}")
             return
         for child_name, child in children:
             visit(child, f"{name}{child_name}.")
+
+    def take(module: nn.Module, name: str) -> None:
+        if not isinstance(module, CONTAINERS):
+            blocks.append((name, module))
+            return
+        for inner, one in module.named_children():  # a container is never called: what it holds is repeated
+            if list(one.parameters()):
+                take(one, f"{name}.{inner}")
 
     visit(model, "")
     return blocks

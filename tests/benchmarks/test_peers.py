@@ -56,3 +56,9 @@ def test_the_gpu_benchmark_trains_the_same_with_every_tool(tmp_path):
     for name in CONTENDERS:
         assert figures["contenders"][name]["losses"] == pytest.approx(raw["losses"], rel=1e-2)
     assert any("flash" in kernel for kernel in raw["attention"])
+
+
+def test_a_pipeline_trains_the_same_as_one_written_with_torch(tmp_path):
+    figures, printed = benchmark(tmp_path, "pipeline.py", "--quick")
+    assert "| lockstep |" in printed
+    assert figures["losses"]["lockstep"] == pytest.approx(figures["losses"]["torch"], rel=1e-5)
