@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import platform
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -13,6 +18,35 @@ from pathlib import Path
 from typing import Any
 
 Say = Callable[[str], None]
+
+
+FOLDER = "LOCKSTEP_BENCHMARK_FOLDER"
+"""Where ranks under torchrun find a folder of their own, which is gone afterwards."""
+
+
+def start_ranks(count: int) -> int:
+    """This same script under torchrun, which every contender knows; returns its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
+        launch += ["--master-addr=127.0.0.1", f"--master-port={port}", *sys.argv]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
+        code = subprocess.run(launch, env=environment, check=False).returncode
+        if code:
+            for log in sorted(Path(folder).rglob("*.log")):
+                print(f"---- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
+        return code
+
+
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that every comparison on CPU ranks has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few steps, times without meaning")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each contender (default 20)")
+    return parser
 
 
 def past_the_console(log: Path) -> Say:

@@ -15,10 +15,6 @@ import argparse
 import copy
 import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,13 +26,16 @@ import torch.distributed as dist
 from contenders import CONTENDERS, Losses, Problem, choose, quiet_peers
 from gpt2 import GPT2, Shape, Size, Tokens
 from measuring import (
+    FOLDER,
     OwnGarbageSetting,
     Say,
     in_turn,
     largest_difference,
     machine_text,
+    options_of,
     past_the_console,
     ratio_cells,
+    start_ranks,
     summary,
     versions,
 )
@@ -48,7 +47,6 @@ RANKS = 2
 SEED = 0
 LARGEST_DIFFERENCE = 1e-5
 WARMUP_TURNS = 2
-FOLDER = "LOCKSTEP_BENCHMARK_FOLDER"
 
 
 SIZES = {
@@ -62,36 +60,17 @@ def main() -> None:
     if "RANK" in os.environ:
         measure_on_this_rank(options)
     else:
-        raise SystemExit(start_ranks())
+        raise SystemExit(start_ranks(RANKS))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few steps, times without meaning")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each contender (default 20)")
+    parser = options_of(__doc__)
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)} (default all)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="raw is always one (default all)")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 2
     return options
-
-
-def start_ranks() -> int:
-    """This same script under torchrun, which every contender knows."""
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-        launch += ["--master-addr=127.0.0.1", f"--master-port={port}", *sys.argv]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
-        code = subprocess.run(launch, env=environment, check=False).returncode
-        if code:
-            for log in sorted(Path(folder).rglob("*.log")):
-                print(f"---- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
-        return code
 
 
 def measure_on_this_rank(options: argparse.Namespace) -> None:

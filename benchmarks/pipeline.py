@@ -17,11 +17,7 @@ import argparse
 import copy
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass
@@ -33,13 +29,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpt2 import GPT2, Shape, Size, Tokens
 from measuring import (
+    FOLDER,
     OwnGarbageSetting,
     Say,
     in_turn,
     largest_difference,
     machine_text,
+    options_of,
     past_the_console,
     ratio_cells,
+    start_ranks,
     summary,
 )
 from torch import Tensor, nn
@@ -54,7 +53,6 @@ SEED = 0
 LEARNING_RATE = 3e-4
 LARGEST_DIFFERENCE = 1e-5
 COMPARED_STEPS = 6
-FOLDER = "LOCKSTEP_BENCHMARK_FOLDER"
 
 SIZES = {
     "small": Size(Shape(layers=4, width=128, heads=4, context=128, vocabulary=256), batch=2, block=5),
@@ -211,14 +209,11 @@ def main() -> None:
     if "RANK" in os.environ:
         measure_on_this_rank(options)
     else:
-        raise SystemExit(start_ranks())
+        raise SystemExit(start_ranks(RANKS))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few steps, times without meaning")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each contender (default 20)")
+    parser = options_of(__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--micro-batches", type=int, default=8, help="of one step (default 8)")
@@ -227,22 +222,6 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         options.rounds = 2
     return options
-
-
-def start_ranks() -> int:
-    """This same script under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-        launch += ["--master-addr=127.0.0.1", f"--master-port={port}", *sys.argv]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
-        code = subprocess.run(launch, env=environment, check=False).returncode
-        if code:
-            for log in sorted(Path(folder).rglob("*.log")):
-                print(f"---- {log.name}\n{log.read_text()[-4000:]}", file=sys.stderr)
-        return code
 
 
 def measure_on_this_rank(options: argparse.Namespace) -> None:

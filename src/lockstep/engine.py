@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 
 from lockstep.attention import attend_with, fastest_kernels
 from lockstep.config import Attention, Compile, Format, NumericsConfig
-from lockstep.data.loader import MicroBatch, StepBatch
+from lockstep.data.loader import MicroBatch, StepBatch, in_groups
 from lockstep.data.transfer import HostCopy, Transfers
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.faults.requests import Requests
@@ -40,7 +39,7 @@ from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import in_backward, seed_everything, seed_of, seed_torch
-from lockstep.scoring import Metric, MetricFunction
+from lockstep.scoring import Metric, MetricFunction, checked_pair
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -223,7 +222,7 @@ class Engine:
         loss_sum, weight, bad_ranks, unused, paths, squares, *votes = exchange()
         self._requests.agree(votes)
         if bad_ranks:
-            reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else _sample_ids(batch))
+            reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else batch.ids)
             rank = next(rank for rank, report in enumerate(reports) if report is not None)
             raise NonFiniteError("loss", self.steps_done + 1, rank, reports[rank])
 
@@ -306,7 +305,7 @@ class Engine:
         if not math.isfinite(copy.read()[0]):
             step = self.steps_done + (self.device.type == "cpu")
             # It is a sum over the ranks: nobody knows any more whose it was.
-            ids = [sample for rank in self._comm.gather(_sample_ids(batch)) for sample in rank]
+            ids = [sample for rank in self._comm.gather(batch.ids) for sample in rank]
             raise NonFiniteError("gradient", step, None, ids)
 
     def forward_backward(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
@@ -373,12 +372,12 @@ class Engine:
 
         def add(name: str, returned: Any) -> None:
             exact = [
-                torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in _checked_pair(name, returned)
+                torch.as_tensor(part, dtype=torch.float64, device=self.device) for part in checked_pair(name, returned)
             ]
             sums[name] += torch.stack([part.reshape(()) for part in exact])
 
         with self.scoring():
-            for group in batched(micro_batches, 1 if self.pipeline is None else self._stages.at_once):
+            for group in in_groups(micro_batches, 1 if self.pipeline is None else self._stages.at_once):
                 data = [self._transfers.send(part.data).take() for part in group]
                 for name, function in functions.items():
                     for part, returned in zip(group, self._score(name, function, group, data), strict=False):
@@ -499,26 +498,3 @@ class Engine:
             seed_torch(own)
 
         return seed
-
-
-def batched(items: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
-    """Neighbours in groups of a size, the last one possibly smaller."""
-    following = iter(items)
-    while group := list(islice(following, size)):
-        yield group
-
-
-def _checked_pair(name: str, returned: Any) -> tuple[Any, Any]:
-    """A metric's sum and count; anything else is refused by its name."""
-    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
-    if not is_pair or any(isinstance(part, torch.Tensor) and part.numel() != 1 for part in returned):
-        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
-        raise UserError(
-            f"the metric {name} returned {'numbers that are not single ones' if is_pair else what}",
-            "return (sum, count), two numbers: how much, of how many",
-        )
-    return returned[0], returned[1]
-
-
-def _sample_ids(batch: StepBatch) -> list[int]:
-    return [sample for part in batch.micro_batches if not part.filler for sample in part.ids]

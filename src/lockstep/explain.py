@@ -31,7 +31,7 @@ def describe(planned: Planned, layout: Layout, config: PipelineConfig) -> dict[s
         "ties": plan.ties,
         "imbalance": plan.imbalance,
         "balance": balance(plan),
-        "cuts": [plan.parts[cut].name for cut in plan.cuts[1:-1]],
+        "cuts": plan.cut_names,
     }
 
 

@@ -118,6 +118,11 @@ class ModelPlan:
         """How many stages there are."""
         return len(self.cuts) - 1
 
+    @property
+    def cut_names(self) -> list[str]:
+        """The parts that the stages after the first begin with."""
+        return [self.parts[cut].name for cut in self.cuts[1:-1]]
+
     def stage_of(self, part: int) -> int:
         """The stage a part belongs to; what runs before the first part belongs to the first stage."""
         return next(s for s in range(self.stages) if max(part, 0) < self.cuts[s + 1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +27,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
 from lockstep.parallel.crossing import is_fake
+from lockstep.parallel.materialise import checksum, tied_names
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Loader, StepBatch
@@ -112,9 +112,6 @@ class Recorder:
     def begin(self, engine: Engine) -> None:
         """Before the first step: what the model is and where it starts. All ranks call it."""
         self._engine = engine
-        names: dict[int, list[str]] = {}
-        for name, parameter in engine.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
         checksums = self._write_tensors(engine, 0)
         self._lines.write_text("")
         self._write_line(
@@ -124,8 +121,8 @@ class Recorder:
             writes_tensors=self._writes_tensors,
             parameters={name: list(parameter.shape) for name, parameter in engine.stored},
             buffers=[name for name, _ in _float_buffers(engine)],
-            names=[name for group in names.values() for name in group],
-            tied=[group for group in names.values() if len(group) > 1],
+            names=[name for name, _ in engine.model.named_parameters(remove_duplicate=False)],
+            tied=tied_names(engine.model),
             blocks=engine.blocks,
             blocks_built=self._blocks_built,
             changed=self._changed,
@@ -143,7 +140,7 @@ class Recorder:
             grad_norm=float(result.grad_norm),
             lr=result.lr,
             skipped=result.skipped,
-            ids=[sample for part in batch.micro_batches if not part.filler for sample in part.ids],
+            ids=batch.ids,
             micro_batch=self._micro_batches,
             checksums=self._write_tensors(self._engine, result.step, skipped=result.skipped),
         )
@@ -161,14 +158,14 @@ class Recorder:
         for name, parameter in engine.stored:
             value = _whole(used.get(name, parameter))
             gradient = None if parameter.grad is None or step == 0 or skipped else _whole(parameter.grad)
-            checksums[name] = _checksum(value)
+            checksums[name] = checksum(value)
             if self._writes_tensors:
                 tensors[f"value/{name}"] = value
                 if gradient is not None:
                     tensors[f"grad/{name}"] = gradient
         for name, buffer in _float_buffers(engine):
             tensors[f"value/{name}"] = _whole(buffer)
-            checksums[name] = _checksum(tensors[f"value/{name}"])
+            checksums[name] = checksum(tensors[f"value/{name}"])
         if self._writes_tensors:
             save_file(tensors, _tensor_file(self._lines.parent, self._rank, step))
         return checksums
@@ -232,8 +229,8 @@ class Recording:
         """(parameter, rank, checksum of its value after a step) for every rank that holds it."""
         lines = self.steps[step - 1] if step else self.ranks
         for rank, line in enumerate(lines):
-            for name, checksum in line["checksums"].items():
-                yield name, rank, checksum
+            for name, value in line["checksums"].items():
+                yield name, rank, value
 
     def _read(self, kind: str, step: int) -> Iterator[tuple[str, torch.Tensor]]:
         for rank in self.ranks:
@@ -271,7 +268,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return (whole.to_dense() if whole.is_sparse else whole).cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0

@@ -21,7 +21,14 @@ from lockstep.checkpoint.format import checkpoints_folder, step_folder
 from lockstep.checkpoint.load import check_layout, cut_as_before, load_shard
 from lockstep.checkpoint.resume import check_whole, find_starting_point
 from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
-from lockstep.checkpoint.state import check_groups, engine_state, merge_optimizers, restore_engine, restore_model
+from lockstep.checkpoint.state import (
+    check_groups,
+    engine_state,
+    merge_optimizers,
+    optimizer_groups,
+    restore_engine,
+    restore_model,
+)
 from lockstep.config import (
     Attention,
     Compile,
@@ -59,10 +66,10 @@ from lockstep.memory import largest_micro_batch
 from lockstep.parallel.apply import (
     Cutting,
     Look,
+    build_and_plan,
     check_goes_with_pipeline,
     parallelize,
     parallelize_pipeline,
-    plan_only,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
@@ -216,7 +223,7 @@ class Run:
             self.status("looking at the model, to cut it into stages")
             parallel = parallelize_pipeline(build_model, look, *where)
             self._comm.agree(lambda: engine.attach(parallel))
-            check_groups(self._comm.gather(engine_state(engine)[1]["optimizer"]["groups"]))
+            check_groups(self._comm.gather(optimizer_groups(engine)))
             assert engine.pipeline is not None
             self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             self._restore(engine)
@@ -224,7 +231,7 @@ class Run:
         def explain(look: Look) -> None:
             assert self._recorder is not None
             target = self._target_layout
-            planned = plan_only(build_model, look, target, self._comm, self.device, cutting, self.seed)
+            _, planned = build_and_plan(build_model, look, target, self._comm, self.device, cutting, self.seed)
             self._recorder.explain(describe(planned, target, self._pipeline))
             self.leave()
             raise SystemExit(0)

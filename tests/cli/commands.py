@@ -96,3 +96,29 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> tuple[i
     process.send_signal(number)
     output, _ = process.communicate(timeout=SECONDS)
     return process.returncode, output
+
+
+MODEL_OF_BLOCKS = """
+import sys
+import torch, lockstep
+from torch import nn
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        return torch.randn(6, generator=torch.Generator().manual_seed(i))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4))
+        self.out = nn.Linear(6, 1)
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+            if "item" in sys.argv:
+                x = x * x.mean().item()
+        return self.out(x)
+"""
+"""The head of a script: samples, and a model of four blocks, which reads a value when it is told `item`."""

@@ -5,31 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.commands import events, lockstep
+from tests.cli.commands import MODEL_OF_BLOCKS, events, lockstep
 
-SCRIPT = """
-import sys
-import torch, lockstep
-from torch import nn
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, i):
-        return torch.randn(6, generator=torch.Generator().manual_seed(i))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4))
-        self.out = nn.Linear(6, 1)
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x).tanh()
-            if "item" in sys.argv:
-                x = x * x.mean().item()
-        return self.out(x)
-
+SCRIPT = (
+    MODEL_OF_BLOCKS
+    + """
 run = lockstep.init()
 engine = run.setup(
     Model,
@@ -40,6 +20,7 @@ engine = run.setup(
 for batch in run.loader(Samples(), global_batch=16):
     engine.step(batch)
 """
+)
 
 
 def test_the_plan_of_a_script_is_explained_and_then_proved(tmp_path: Path) -> None:

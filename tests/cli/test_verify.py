@@ -14,30 +14,12 @@ import pytest
 from lockstep.cli import main
 from lockstep.cli import verify as command
 from lockstep.launch.local import Outcome
-from tests.cli.commands import lockstep
+from tests.cli.commands import MODEL_OF_BLOCKS, lockstep
 from tests.unit.test_verify import Run, scale_all
 
-SCRIPT = """
-import sys
-import torch, lockstep
-from torch import nn
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, i):
-        return torch.randn(6, generator=torch.Generator().manual_seed(i))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(4))
-        self.out = nn.Linear(6, 1)
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.out(x)
-
+SCRIPT = (
+    MODEL_OF_BLOCKS
+    + """
 run = lockstep.init(device="cuda", backend="nccl", seed=int(sys.argv[1]), name="mine")
 engine = run.setup(
     Model,
@@ -55,6 +37,7 @@ for batch in run.loader(Samples(), global_batch=10, epochs=2):
         {}["no such key"]
 run.save()
 """
+)
 
 
 @pytest.fixture

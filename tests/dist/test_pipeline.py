@@ -25,6 +25,7 @@ from lockstep.layout import Layout
 from lockstep.run import Run
 from lockstep.scoring import Metric
 from tests.parity.problems import (
+    unfinished,
     GLOBAL_BATCH,
     IGNORED,
     LENGTH,
@@ -548,15 +549,6 @@ def moments(engine: Engine) -> Tensors:
         for name, parameter in engine.stored
         for key, value in engine.optimizer.state.get(parameter, {}).items()
     }
-
-
-@contextmanager
-def unfinished(run: Run) -> Iterator[Run]:
-    """Leave the run so that it can be continued."""
-    try:
-        yield run
-    finally:
-        run.leave()
 
 
 def with_and_without_a_stop(job: Job, where: Where, name: str) -> tuple[Life, Life, Life]:

@@ -20,6 +20,7 @@ from lockstep.events import read_events
 from lockstep.layout import Layout
 from lockstep.run import Run
 from tests.parity.problems import (
+    unfinished,
     GLOBAL_BATCH,
     RaggedTexts,
     Stream,
@@ -97,15 +98,6 @@ def live(
                 break
         seen.weights = fingerprint(weights(engine))
     return seen
-
-
-@contextmanager
-def unfinished(run: Run) -> Iterator[Run]:
-    """Leave the run so that it can be continued."""
-    try:
-        yield run
-    finally:
-        run.leave()
 
 
 # ---- The same bits

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,15 @@ def join(job: Job, layout: str, run_dir: Path | None = None, meeting: str = "", 
         run_dir=run_dir or job.folder / f"run{meeting}",
         **{"seed": SEED, "device": "cpu", **options},
     )
+
+
+@contextmanager
+def unfinished(run: Run) -> Iterator[Run]:
+    """Leave the run so that it can be continued."""
+    try:
+        yield run
+    finally:
+        run.leave()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,23 +28,27 @@ def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
                 tensors[f"{kind}/{name}/{key}"] = _local(value)
             else:
                 values.setdefault(name, {})[key] = value
+    return tensors, {
+        "step": engine.steps_done,
+        "skipped": engine.steps_skipped,
+        "layout": str(engine.layout),
+        "pipeline": engine.pipeline.state() if engine.pipeline else None,
+        "optimizer": {"values": values, "groups": optimizer_groups(engine)},
+        "attention": None if engine.measures_attention else engine.attention or "as torch chooses",
+        "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
+    }
+
+
+def optimizer_groups(engine: Engine) -> list[dict[str, Any]]:
+    """The parameter groups of this rank's optimizer: names and options."""
     names = {id(parameter): name for name, parameter in _trained(engine)}
-    groups = [
+    return [
         {
             "parameters": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             "options": {key: value for key, value in group.items() if _is_option(key, value)},
         }
         for group in engine.optimizer.param_groups
     ]
-    return tensors, {
-        "step": engine.steps_done,
-        "skipped": engine.steps_skipped,
-        "layout": str(engine.layout),
-        "pipeline": engine.pipeline.state() if engine.pipeline else None,
-        "optimizer": {"values": values, "groups": groups},
-        "attention": None if engine.measures_attention else engine.attention or "as torch chooses",
-        "loss_scale": engine.loss_scale.state() if engine.loss_scale else None,
-    }
 
 
 def check_groups(by_rank: list[list[dict[str, Any]]]) -> None:
@@ -130,10 +134,8 @@ def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _restore_groups(engine: Engine, groups: list[dict[str, Any]], parameters: dict[str, torch.nn.Parameter]) -> None:
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    current = [{names[id(p)] for p in group["params"] if id(p) in names} for group in engine.optimizer.param_groups]
-    here = set(names.values())
-    if current != [here.intersection(group["parameters"]) for group in groups]:
+    current = [set(group["parameters"]) for group in optimizer_groups(engine)]
+    if current != [parameters.keys() & group["parameters"] for group in groups]:
         raise UserError(
             "the optimizer's parameter groups are not those of the checkpoint",
             "build the optimizer as before, or start anew with --resume never",

@@ -42,6 +42,11 @@ class StepBatch:
     after: Position
     loader: str = "train"
 
+    @property
+    def ids(self) -> list[int]:
+        """The samples that count on this rank, in order."""
+        return [sample for part in self.micro_batches if not part.filler for sample in part.ids]
+
     def pin_memory(self) -> StepBatch:
         """For the DataLoader: page-locked copies that travel to a GPU without waiting."""
 
@@ -191,6 +196,13 @@ class _StepReader(Dataset[StepBatch]):
             seed_host(seed_of(self.order.seed, "sample", epoch, sample_id))
             samples.append(self.dataset[sample_id])
         return MicroBatch(part.index, part.ids.tolist(), self.collate(samples), part.filler)
+
+
+def in_groups(micro_batches: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
+    """Neighbours in groups of a size, the last one possibly smaller."""
+    following = iter(micro_batches)
+    while group := list(islice(following, size)):
+        yield group
 
 
 def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: Reading) -> Iterator[StepBatch]:

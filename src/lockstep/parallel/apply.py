@@ -23,7 +23,7 @@ from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.links import Links
-from lockstep.parallel.materialise import build_initial, fill, fill_buffers, materialise
+from lockstep.parallel.materialise import Built, build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import Planned, plan_pipeline
 from lockstep.parallel.recompute import recompute
@@ -79,10 +79,9 @@ class ParallelModel:
     """A model that was cut for this rank, and what the engine needs to know of the cut.
 
     `models` is the model, or one for each stage of a pipeline that this rank has, `seeded` their modules with a random
-    stream of their own. `parameters` is what this rank holds
-    of every parameter: the optimizer works on it, and checkpoints keep it. `counted` are those that enter the gradient
-    norm here, summed over `norm_groups`: each parameter once. `together` says why every rank has to do every forward
-    and backward, where they have to.
+    stream of their own. `parameters` is what this rank holds of every parameter: the optimizer works on it, and
+    checkpoints keep it. `counted` are those that enter the gradient norm here, summed over `norm_groups`: each
+    parameter once. `together` says why every rank has to do every forward and backward, where they have to.
     """
 
     models: list[nn.Module]
@@ -150,7 +149,7 @@ def parallelize(
         gradients,
         RunningStatistics(model.named_modules(), comm, sync=synchronised[0] if synchronised else None),
         [parameter for _, parameter in parameters],
-        [group for axis in ("fsdp",) if (group := comm.group(axis)) is not None],
+        comm.groups("fsdp"),
         layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a synchronised BatchNorm" if synchronised else None,
     )
@@ -166,12 +165,8 @@ def parallelize_pipeline(
     seed: int,
 ) -> ParallelModel:
     """Build the model as if on one device, look at its forward, and cut it into the stages of this rank."""
-    check_goes_with_pipeline(layout, cutting)
     numerics, config = cutting.numerics, cutting.pipeline
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
-    fill_buffers(built)
-    store_in(built.model, numerics)
-    planned = plan_pipeline(built.model, look, layout.pp * config.per_rank, config.cuts, comm, device)
+    built, planned = build_and_plan(build_model, look, layout, comm, device, cutting, seed)
     plan, skeleton = planned.plan, planned.skeleton
     rank = layout.coordinate(comm.rank)["pp"]
     links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
@@ -231,7 +226,7 @@ def parallelize_pipeline(
         PipelineGradients(inner, _ties(pipeline, dict(parameters), held, comm)),
         RunningStatistics(_own_modules(plan, stages), comm, comm.data_group()),
         [parameter for name, parameter in parameters if pipeline.rank_of[plan.users[name][0]] == rank],
-        [group for axis in ("fsdp", "pp") if (group := comm.group(axis)) is not None],
+        comm.groups("fsdp", "pp"),
         layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a pipeline",
         pipeline,
@@ -239,7 +234,7 @@ def parallelize_pipeline(
     )
 
 
-def plan_only(
+def build_and_plan(
     build_model: Callable[[], nn.Module],
     look: Look,
     layout: Layout,
@@ -247,16 +242,16 @@ def plan_only(
     device: torch.device,
     cutting: Cutting,
     seed: int,
-) -> Planned:
-    """The plan that `parallelize` would follow for a layout, made by one process."""
+) -> tuple[Built, Planned]:
+    """The model as one device would build it, and how a layout cuts it; without a pipeline it is one stage."""
+    config, stages, cuts = cutting.pipeline, 1, None
     if layout.pp > 1:
         check_goes_with_pipeline(layout, cutting)
+        stages, cuts = layout.pp * config.per_rank, config.cuts
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
-    config = cutting.pipeline
-    stages = layout.pp * config.per_rank if layout.pp > 1 else 1
-    return plan_pipeline(built.model, look, stages, config.cuts if layout.pp > 1 else None, comm, device)
+    return built, plan_pipeline(built.model, look, stages, cuts, comm, device)
 
 
 def check_goes_with_pipeline(layout: Layout, cutting: Cutting) -> None:

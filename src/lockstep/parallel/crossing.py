@@ -49,7 +49,8 @@ FILLED = {
 }
 """Operations that take a shape, a number format and a device from a value, and nothing else."""
 
-PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+"""How the paths of our own and of torch's code begin."""
 
 _passes = itertools.count()
 
@@ -164,14 +165,7 @@ class Watch(TorchFunctionMode):
         self._operations += 1
         if self.replayed is not None:
             return self._replay(operation, func, args, kwargs, tensors)
-        result = self.compute(func, args, kwargs, tensors)
-        if isinstance(result, torch.Tensor):
-            self.number(result)
-        elif isinstance(result, list | tuple):
-            for one in result:
-                if isinstance(one, torch.Tensor):
-                    self.number(one)
-        return result
+        return self._numbered(self.compute(func, args, kwargs, tensors))
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """An operation is given these."""
@@ -233,6 +227,9 @@ class Watch(TorchFunctionMode):
         if stored is None:  # a shape, a number format
             return func(*args, **kwargs)
         result = tensors[stored] if isinstance(stored, int) else self.replayed.fresh(stored)
+        return self._numbered(result)
+
+    def _numbered(self, result: Any) -> Any:
         for one in result if isinstance(result, list | tuple) else [result]:
             if isinstance(one, torch.Tensor):
                 self.number(one)
@@ -274,7 +271,7 @@ def user_line() -> str:
 
 def is_library(path: str) -> bool:
     """Whether a file is torch's or ours, and not the user's."""
-    return path.startswith((PACKAGE, "<")) or "/torch/" in path
+    return path.startswith(LIBRARIES)
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -96,7 +96,7 @@ def fill_buffers(built: Built) -> None:
 
 def cut_on_meta(model: nn.Module, cut: Callable[[nn.Module], None], device: torch.device) -> None:
     """Cut a model that has no storage yet and give it uninitialised storage, keeping tied weights tied."""
-    ties = _tied_names(model)
+    ties = tied_names(model)
     cut(model)
     model.to_empty(device=device)
     _tie(model, ties)
@@ -134,7 +134,7 @@ def initialise_by_name(skeleton: nn.Module, seed: int) -> Tensors:
     without: list[str] = []
     for name, module in _initialisers(skeleton, "", without):
         whole = hasattr(module, "init_weights")
-        ties = _tied_names(module) if whole else []
+        ties = tied_names(module) if whole else []
         module.to_empty(device="cpu", recurse=whole)
         _tie(module, ties)
         tensors = list(_own_tensors(module, name, whole))
@@ -216,7 +216,7 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
     """Every rank must have built the same weights; one that did not would train another model silently."""
     if comm.world_size == 1:
         return
-    sums = {name: _checksum(tensor) for name, tensor in named_tensors(model)}
+    sums = {name: checksum(tensor) for name, tensor in named_tensors(model)}
     whole = zlib.crc32(repr(sums).encode())
     if len(set(comm.gather(whole))) == 1:
         return
@@ -231,7 +231,8 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
     raise UserError("build_model gives other parameter names on some ranks", "build the same model on every rank")
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """Changes with any bit of a tensor in the memory of the host."""
     if tensor.numel() == 0:
         return 0
     return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -246,7 +247,8 @@ def _tie(model: nn.Module, ties: list[list[str]]) -> None:
             setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The names that are one parameter, where a parameter has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

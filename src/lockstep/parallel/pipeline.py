@@ -50,26 +50,23 @@ class Pipeline:
     """When each action of the last step began and ended, in seconds of a monotonic clock."""
 
     @cached_property
+    def by_rank(self) -> list[list[int]]:
+        """The stages of every rank."""
+        return stages_of(self.schedule, self.ranks, len(self.stages))
+
+    @cached_property
     def rank_of(self) -> list[int]:
         """The rank of every stage."""
-        places = {
-            s: rank for rank, own in enumerate(stages_of(self.schedule, self.ranks, len(self.stages))) for s in own
-        }
+        places = {stage: rank for rank, own in enumerate(self.by_rank) for stage in own}
         return [places[stage] for stage in range(self.plan.stages)]
 
     def describe(self) -> str:
         """One line for people: the stages and how evenly they share the work."""
-        names = [self.plan.parts[cut].name for cut in self.plan.cuts[1:-1]]
-        return f"{self.plan.stages} stages, cut before {', '.join(names)}; {balance(self.plan)}"
+        return f"{self.plan.stages} stages, cut before {', '.join(self.plan.cut_names)}; {balance(self.plan)}"
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to know to be cut the same way again."""
-        cuts = [self.plan.parts[cut].name for cut in self.plan.cuts[1:-1]]
-        return {
-            "schedule": self.schedule,
-            "cuts": cuts,
-            "stages": stages_of(self.schedule, self.ranks, len(self.stages)),
-        }
+        return {"schedule": self.schedule, "cuts": self.plan.cut_names, "stages": self.by_rank}
 
     def step(
         self,
@@ -93,8 +90,7 @@ class Pipeline:
             results.append(result)
             return torch.empty(0)
 
-        mine = stages_of(self.schedule, self.ranks, len(self.stages))
-        tables = [[Action("F", stage, n) for stage in own for n in range(len(rehearsals))] for own in mine]
+        tables = [[Action("F", stage, n) for stage in own for n in range(len(rehearsals))] for own in self.by_rank]
         self._run(tables, rehearsals, forward, keep, lambda: None)
         return results
 

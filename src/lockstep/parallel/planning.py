@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError
 from lockstep.modelplan import (
@@ -23,8 +22,10 @@ from lockstep.modelplan import (
     seed_points,
 )
 from lockstep.parallel.crossing import Rehearsal
+from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import PartWatch, rehearse, without_data
-from lockstep.parallel.stage import every_parameter, skeleton_of
+from lockstep.parallel.stage import skeleton_of
+from lockstep.parallel.statistics import keeps_statistics
 from lockstep.parallel.work import measure_work
 from lockstep.runtime.comm import Comm
 
@@ -60,7 +61,7 @@ def plan_pipeline(
         for (name, module), seconds in zip(found, work, strict=True)
     ]
     chosen, how = choose_cuts(parts, stages, cuts)
-    plan = ModelPlan(parts, chosen, {}, {}, _tied_names(skeleton), how)
+    plan = ModelPlan(parts, chosen, {}, {}, tied_names(skeleton), how)
     users, buffer_users = _users(skeleton, plan, rehearsal)
     plan = replace(plan, users=users, buffer_users=buffer_users)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
@@ -95,13 +96,6 @@ def _users(
         {name: sorted(at.get(id(parameter), {0})) for name, parameter in model.named_parameters()},
         {name: sorted(buffers.get(id(buffer), everywhere)) for name, buffer in model.named_buffers()},
     )
-
-
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in every_parameter(model):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) -> None:
@@ -158,6 +152,6 @@ def _statistics(model: nn.Module) -> set[str]:
     return {
         f"{name}.{leaf}".lstrip(".")
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+        if keeps_statistics(layer)
         for leaf, _ in layer.named_buffers()
     }

@@ -240,9 +240,9 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
 def apart_from(output: Any, given: Sequence[torch.Tensor]) -> Any:
     """What a part returned, with tensors of its own: one that it only passes on has a number already."""
     same = {id(tensor) for tensor in given}
-    return (
-        map_tensors(lambda tensor: tensor.view_as(tensor) if id(tensor) in same else tensor, output) if same else output
-    )
+    if not any(id(tensor) in same for tensor in tensors_of(output)):
+        return output
+    return map_tensors(lambda tensor: tensor.view_as(tensor) if id(tensor) in same else tensor, output)
 
 
 def leaked(line: str) -> UserError:
@@ -348,11 +348,11 @@ def _count_inside(module: nn.Module, watch: RehearsalWatch) -> list[Any]:
 def _without_masks(index: Any) -> Any:
     """An index by a mask from the batch as one by numbers: how many there are is known."""
     entries = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one) for one in entries):
+    are_masks = [isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one) for one in entries]
+    if not any(are_masks):
         return index
     numbers: list[Any] = []
-    for one in entries:
-        is_mask = isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one)
+    for one, is_mask in zip(entries, are_masks, strict=True):
         numbers += one.nonzero(as_tuple=True) if is_mask else [one]
     return tuple(numbers)
 

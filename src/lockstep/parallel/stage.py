@@ -216,8 +216,3 @@ def copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo[id(stray)] = stray.detach()
     twin: nn.Module = copy.deepcopy(model, memo)
     return twin
-
-
-def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters under all their names: a tied one has several."""
-    return list(model.named_parameters(remove_duplicate=False))

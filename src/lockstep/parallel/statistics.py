@@ -47,7 +47,7 @@ class RunningStatistics:
             return
         for name, module in modules:
             _refuse_unknown_statistics(name, module)
-        layers = [layer for _, layer in modules if _keeps_statistics(layer)]
+        layers = [layer for _, layer in modules if keeps_statistics(layer)]
         known = {id(buffer) for layer in layers for buffer in layer.buffers()}
         if sync is None:
             self._layers = layers
@@ -148,10 +148,11 @@ def batch_norm_line(model: nn.Module, how: str, micro_batch: int, ranks: int) ->
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The layers below a module that keep running statistics."""
-    return [layer for layer in module.modules() if _keeps_statistics(layer)]
+    return [layer for layer in module.modules() if keeps_statistics(layer)]
 
 
-def _keeps_statistics(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+def keeps_statistics(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether a layer is a BatchNorm with running statistics."""
     return isinstance(layer, _BatchNorm) and layer.track_running_stats
 
 

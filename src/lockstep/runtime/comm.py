@@ -79,6 +79,10 @@ class Comm:
             return None
         return self.mesh.get_group(axis)
 
+    def groups(self, *axes: str) -> list[dist.ProcessGroup]:
+        """The groups along these axes, of those that are larger than 1."""
+        return [group for axis in axes if (group := self.group(axis)) is not None]
+
     def data_group(self) -> dist.ProcessGroup:
         """A new group of all ranks that read different samples, for collectives that must not wait for others.
 
@@ -128,7 +132,7 @@ class Comm:
     @property
     def data_size(self) -> int:
         """How many ranks hold the same part of the model and read different samples."""
-        return self._layout.world_size // self._layout.pp
+        return self._layout.data_size
 
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Add up small numbers over the ranks that read different samples, in float64."""
