@@ -142,6 +142,14 @@ class PipelineConfig(Section):
         return self.stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
 
+class TensorConfig(Section):
+    """How the tp axis cuts the matrices of a model."""
+
+    roles: dict[str, Literal["column", "row", "whole"]] = Field(
+        {}, description="how modules are cut, by patterns of their names; the others are found out (docs/tensor.md)"
+    )
+
+
 class LaunchConfig(Section):
     """Where and how processes run: what a script under `lockstep run` can be told."""
 
@@ -157,6 +165,7 @@ class LaunchConfig(Section):
     timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others, in every group")
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
     pipeline: PipelineConfig = PipelineConfig()
+    tensor: TensorConfig = TensorConfig()
 
     @model_validator(mode="after")
     def _launchable(self) -> Self:
@@ -397,6 +406,11 @@ def numerics_config(values: NumericsConfig | Mapping[str, Any] | None, precision
 def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
     """The checked `shard` argument of `run.setup`."""
     return _section(ShardConfig, values, "shard.")
+
+
+def tensor_config(values: TensorConfig | Mapping[str, Any] | None) -> TensorConfig:
+    """The checked `tensor` argument of `run.setup`."""
+    return _section(TensorConfig, values, "tensor.")
 
 
 def pipeline_config(values: PipelineConfig | Mapping[str, Any] | None) -> PipelineConfig:

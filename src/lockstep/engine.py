@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.attention import attend_with, fastest_kernels
 from lockstep.config import Attention, Compile, Format, NumericsConfig
@@ -34,8 +35,10 @@ from lockstep.optim import use_fused_kernels
 from lockstep.parallel.apply import Look, ParallelModel
 from lockstep.parallel.calls import PipelinedCalls
 from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
+from lockstep.parallel.context import cut_sequences
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
+from lockstep.parallel.team import in_order
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import in_backward, seed_everything, seed_of, seed_torch
@@ -117,6 +120,9 @@ class Engine:
         self._streams: dict[tuple[int, int], int] = {}
         self._prepare: Callable[[Look], None] | None = None
         self._together: str | None = "a pipeline" if layout.pp > 1 else None
+        self._sequence = comm.cut_axis("cp")
+        at = layout.coordinate(comm.rank)
+        self._speaks = at["tp"] == at["cp"] == 0  # of ranks that compute one loss together, one reports it
 
     def attach(self, parallel: ParallelModel) -> None:
         """Take over a model that was cut for this rank, and make its optimizer."""
@@ -125,6 +131,7 @@ class Engine:
         self.blocks = parallel.blocks
         self.pipeline = parallel.pipeline
         self.stored = parallel.parameters
+        self.slices = parallel.slices
         self.buffers = parallel.buffers
         named = parallel.trained
         self.parameters = [parameter for _, parameter in named]
@@ -159,7 +166,7 @@ class Engine:
         self.seed_between_steps()
 
     def when_data_is_known(self, prepare: Callable[[Look], None]) -> None:
-        """A pipeline is cut when the first samples are there: then `prepare` makes the model, and attaches it."""
+        """A model is cut when the first samples are there: then `prepare` makes it, and attaches it."""
         self._prepare = prepare
 
     def see(self, data: Any) -> None:
@@ -175,15 +182,20 @@ class Engine:
 
         prepare(look)
 
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter or its gradient, as one device has it; every rank that holds a part calls it."""
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return in_order(full, self.slices.get(name), self.layout.tp)
+
     @property
     def is_ready(self) -> bool:
-        """Whether the model is there; that of a pipeline waits for the first samples."""
+        """Whether the model is there; one that has to be looked at waits for the first samples."""
         return self._prepare is None
 
     def __getattr__(self, name: str) -> Any:
         if self.__dict__.get("_prepare"):
             raise UserError(
-                f"the engine's {name.lstrip('_')} is not there yet: a pipeline is cut when the first samples are known",
+                f"the engine's {name.lstrip('_')} is not there yet: the model is cut when the first samples are known",
                 "make the loader (run.loader) before you use it",
             )
         raise AttributeError(name)
@@ -216,7 +228,9 @@ class Engine:
         self._statistics.begin()
         loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
         self._exchange = None
-        totals = self.forward_backward(batch.micro_batches, loss_scale / batch.global_batch)
+        # Ranks that compute one loss together derive a share of it each: gradients are sums over all ranks.
+        scale = loss_scale / (batch.global_batch * self.layout.team)
+        totals = self.forward_backward(batch.micro_batches, scale)
         exchange = self._exchange or self._start_exchange(totals)
         has_unused = self._gradients.wait()
         loss_sum, weight, bad_ranks, unused, paths, squares, *votes = exchange()
@@ -274,6 +288,8 @@ class Engine:
         loss, weight = totals.read()
         self.check_last_gradient()
         bad = float(not math.isfinite(loss) or not math.isfinite(weight))
+        if not self._speaks:
+            loss, weight = 0.0, 0.0
         unused = 0 if self._gradients.counts_unused else self._gradients.unused()
         path = float(self._gradients.path)
         return self._comm.start_sum([loss, weight, bad, float(unused), path, path * path, *self._requests.votes()])
@@ -384,7 +400,7 @@ class Engine:
                         if not part.filler:
                             add(name, returned)
         self.seed_between_steps()
-        flat = self._comm.sum(torch.cat(list(sums.values())).tolist())
+        flat = self._comm.sum((torch.cat(list(sums.values())) * self._speaks).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
 
     def _score(
@@ -400,7 +416,7 @@ class Engine:
             return self._stages.score(name, data, function, start)
         start(0)
         with self.computing():
-            return [function(self.model, data[0])]
+            return [function(self.model, self._parted(data[0]))]
 
     def rest(self) -> None:
         """Put the model back into its state between steps, after a forward that was not part of one."""
@@ -453,7 +469,11 @@ class Engine:
         """Loss sum and weight of one micro-batch (`data`: on the device) under the stream of its logical coordinate."""
         self._start_micro_batch(micro_batch)
         with self.computing():
-            return self._summed_loss(self.model, data)
+            return self._summed_loss(self.model, self._parted(data))
+
+    def _parted(self, data: Any) -> Any:
+        """This rank's part of the sequences of a micro-batch, where the layout cuts those."""
+        return data if self._sequence is None else cut_sequences(data, self._sequence)
 
     def _start_micro_batch(self, micro_batch: MicroBatch) -> None:
         self._coordinate = (self.steps_done, micro_batch.index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from lockstep.errors import UserError, unknown
@@ -17,9 +18,6 @@ AXIS_MEANING = {
     "cp": "parts of each sequence",
     "tp": "parts of each matrix",
 }
-
-AVAILABLE_AXES = ("pp", "dp", "fsdp")
-"""The axes the parity tests cover; any other of a size above 1 is refused."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,7 @@ class Layout:
         return Layout(**sizes, auto=auto)
 
     def resolve(self, world_size: int) -> Layout:
-        """The layout with its auto axis filled in, checked against the world size and what is available."""
-        for axis in AXES:
-            if axis not in AVAILABLE_AXES and (self.size(axis) > 1 or self.auto == axis):
-                raise UserError(
-                    f"axis {axis} ({AXIS_MEANING[axis]}) is not available in this version",
-                    f"use {', '.join(AVAILABLE_AXES)}, for example {_closest_layouts(self, world_size)[0]}",
-                )
+        """The layout with its auto axis filled in, checked against the world size and what goes together."""
         layout = self
         if self.auto and world_size % self.world_size == 0:
             layout = replace(self, **{self.auto: world_size // self.world_size}, auto=None)
@@ -79,6 +71,12 @@ class Layout:
                 f"layout {self} needs {self._arithmetic()} but there {_are(world_size)}",
                 f"use --nproc {self.world_size}{' or a multiple of it' if self.auto else ''}, "
                 f"or layout {' or '.join(map(str, _closest_layouts(self, world_size)))}",
+            )
+        if layout.cp > 1 and layout.pp > 1:
+            raise UserError(
+                f"layout {layout} has both cp and pp, and what crosses from stage to stage is not cut by sequence yet",
+                f"use layout {replace(layout, cp=1, tp=layout.tp * layout.cp)} or "
+                f"{replace(layout, pp=1, fsdp=layout.fsdp * layout.pp)}",
             )
         return layout
 
@@ -94,6 +92,11 @@ class Layout:
         return math.prod(self.size(axis) for axis in AXES)
 
     @property
+    def team(self) -> int:
+        """How many ranks compute one forward of the same samples together, each a part of every value."""
+        return self.cp * self.tp
+
+    @property
     def data_size(self) -> int:
         """Over how many ranks the samples of a step are spread."""
         return self.dp * self.fsdp
@@ -104,6 +107,14 @@ class Layout:
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, self.size(axis))
         return {axis: position[axis] for axis in AXES}
+
+    def ranks_along(self, *axes: str) -> list[list[int]]:
+        """All ranks, in sets of those that differ only along these axes."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinate(rank)
+            sets.setdefault(tuple(at[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return list(sets.values())
 
     def data_rank(self, rank: int) -> int:
         """The index of a rank among those that read different samples."""
@@ -139,14 +150,21 @@ def _are(count: int) -> str:
 
 def _closest_layouts(wanted: Layout, world_size: int) -> list[Layout]:
     """Up to three layouts that fit the world size, those most like the wanted one first."""
-    fitting = [
-        Layout(pp=pp, dp=dp, fsdp=world_size // (pp * dp))
-        for pp in range(1, world_size + 1)
-        for dp in range(1, world_size + 1)
-        if world_size % (pp * dp) == 0
-    ]
+
+    def factorised(axes: list[str], left: int) -> Iterator[Layout]:
+        if not axes:
+            yield Layout(fsdp=left)
+            return
+        for size in range(1, left + 1):
+            if left % size == 0:
+                for rest in factorised(axes[1:], left // size):
+                    yield replace(rest, **{axes[0]: size})  # type: ignore[arg-type]
+
+    asked = [axis for axis in AXES if axis in ("pp", "dp") or wanted.size(axis) > 1 or wanted.auto == axis]
 
     def distance(layout: Layout) -> float:
-        return sum(abs(math.log(layout.size(axis) / wanted.size(axis))) for axis in AVAILABLE_AXES)
+        return sum(abs(math.log(layout.size(axis) / wanted.size(axis))) for axis in AXES)
 
-    return sorted(fitting, key=lambda layout: (distance(layout), layout.pp, layout.fsdp))[:3]
+    fitting = factorised([axis for axis in asked if axis != "fsdp"], world_size)
+    possible = [layout for layout in fitting if layout.cp == 1 or layout.pp == 1]
+    return sorted(possible, key=lambda layout: (distance(layout), layout.pp, layout.fsdp, layout.tp, layout.cp))[:3]

@@ -37,9 +37,11 @@ from lockstep.config import (
     NumericsConfig,
     PipelineConfig,
     ShardConfig,
+    TensorConfig,
     numerics_config,
     pipeline_config,
     shard_config,
+    tensor_config,
 )
 from lockstep.data.loader import (
     Collate,
@@ -67,7 +69,7 @@ from lockstep.parallel.apply import (
     Cutting,
     Look,
     build_and_plan,
-    check_goes_with_pipeline,
+    check_goes_together,
     parallelize,
     parallelize_pipeline,
 )
@@ -159,6 +161,7 @@ class Run:
         attention: Attention = "auto",
         shard: ShardConfig | Mapping[str, Any] | None = None,
         pipeline: PipelineConfig | Mapping[str, Any] | None = None,
+        tensor: TensorConfig | Mapping[str, Any] | None = None,
         batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
         init: Literal["auto", "by-name"] = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
@@ -168,9 +171,9 @@ class Run:
         `loss(model, batch)` returns (sum, weight): a sum over what counts, and how much counted; with
         `loss_reduction="mean"` the first is a mean. `optimizer` is called with this rank's (name, parameter) pairs.
         `schedule(step)` is the factor on the learning rate. docs/config.md explains the other arguments: they are
-        the config's keys of the same names. What the command line says of `pipeline` wins.
+        the config's keys of the same names. What the command line says of `pipeline` and `tensor` wins.
 
-        The model of a pipeline is cut when the first samples are known, by `run.loader` or `run.evaluate`.
+        A layout with pp, tp or cp cuts the model when the first samples are known, by `run.loader` or `run.evaluate`.
         """
         numerics, shard = numerics_config(numerics, precision), shard_config(shard)
         for name, value, choices in (
@@ -198,7 +201,10 @@ class Run:
         )
         if self._start is not None and self.layout.pp > 1:
             self._pipeline = cut_as_before(self._pipeline, self.layout.pp, self._start.index)
-        cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, batch_norm)
+        matrices = tensor_config(
+            tensor_config(tensor).model_dump(exclude_unset=True) | self._config.tensor.model_dump(exclude_unset=True)
+        )
+        cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         engine = self.engine = Engine(
             loss,
             optimizer,
@@ -220,12 +226,13 @@ class Run:
         where = (self.layout, self._comm, self.device, cutting, self.seed)
 
         def prepare(look: Look) -> None:
-            self.status("looking at the model, to cut it into stages")
-            parallel = parallelize_pipeline(build_model, look, *where)
+            self.status("looking at the model, to cut it")
+            cut = parallelize if self.layout.pp == 1 else parallelize_pipeline
+            parallel = cut(build_model, look, *where)
             self._comm.agree(lambda: engine.attach(parallel))
             check_groups(self._comm.gather(optimizer_groups(engine)))
-            assert engine.pipeline is not None
-            self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
+            if engine.pipeline is not None:
+                self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             self._restore(engine)
 
         def explain(look: Look) -> None:
@@ -238,13 +245,13 @@ class Run:
 
         if self._recorder and self._recorder.settings.explain:
             engine.when_data_is_known(explain)
-        elif self.layout.pp > 1:
-            check_goes_with_pipeline(self.layout, cutting)
+        elif self.layout.pp > 1 or self.layout.team > 1:
+            check_goes_together(self.layout, cutting)
             engine.steps_done = self._start.index["step"] if self._start else 0
             engine.when_data_is_known(prepare)
         else:
             self.status("building the model")
-            engine.attach(parallelize(build_model, *where))
+            engine.attach(parallelize(build_model, None, *where))
             self._restore(engine)
         return engine
 
@@ -390,7 +397,7 @@ class Run:
         meta["loaders"] = self._progress.positions
         meta["loss"] = without_non_finite(self.journal.last_loss)
         at = self.layout.coordinate(self.rank)
-        shard, writes = self._shard_number, at["dp"] == 0
+        shard, writes = self._shard_number, at["dp"] == at["cp"] == 0
         size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=shard, writes=writes)
         step = self.saved_step = engine.steps_done
         if best_loss is not None:
@@ -483,7 +490,7 @@ class Run:
     def _shard_number(self) -> int:
         """Which of a checkpoint's shards is this rank's."""
         at = self.layout.coordinate(self.rank)
-        return at["pp"] * self.layout.fsdp + at["fsdp"]
+        return (at["pp"] * self.layout.fsdp + at["fsdp"]) * self.layout.tp + at["tp"]
 
     @property
     def _target_layout(self) -> Layout:

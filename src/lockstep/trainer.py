@@ -134,6 +134,7 @@ class Trainer:
             attention=config.attention,
             shard=config.shard,
             pipeline=config.pipeline,
+            tensor=config.tensor,
             batch_norm=config.batch_norm,
             init=config.init,
         )

@@ -248,12 +248,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def gradients(engine: Engine) -> Tensors:
     """The gradients of the last step, scaled and clipped, by parameter; those that have one."""
     named = ((name, parameter.grad) for name, parameter in engine.stored)
-    return {name: full(grad) for name, grad in named if grad is not None}
+    return {name: engine.whole(name, grad).detach().clone() for name, grad in named if grad is not None}
 
 
 def weights(engine: Engine) -> Tensors:
     """All parameters and buffers, whole."""
-    return {name: full(tensor) for name, tensor in [*engine.model.named_parameters(), *engine.model.named_buffers()]}
+    held = engine.stored if engine.layout.tp > 1 else engine.model.named_parameters()
+    found = {name: engine.whole(name, tensor).detach().clone() for name, tensor in held}
+    return found | {name: full(tensor) for name, tensor in engine.model.named_buffers()}
 
 
 def fingerprint(tensors: Tensors) -> str:

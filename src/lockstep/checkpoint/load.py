@@ -44,8 +44,8 @@ def best_checkpoint(run_folder: Path) -> tuple[int, float] | None:
 def check_layout(folder: Path, layout: Layout) -> None:
     """Refuse a checkpoint that another number of shards wrote."""
     saved = Layout.parse(read_index(folder)["layout"])
-    if (saved.pp, saved.fsdp) != (layout.pp, layout.fsdp):
-        axes = " and ".join(f"{axis}={saved.size(axis)}" for axis in ("pp", "fsdp"))
+    if (saved.pp, saved.fsdp, saved.tp) != (layout.pp, layout.fsdp, layout.tp):
+        axes = " and ".join(f"{axis}={saved.size(axis)}" for axis in ("pp", "fsdp", "tp"))
         raise UserError(
             f"the checkpoint {folder.name} was written with layout {saved} and cannot be cut for {layout}",
             f"use a layout with {axes}, or start anew with --resume never",

@@ -6,34 +6,39 @@ does for plain blocks only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.config import Compile, NumericsConfig, PipelineConfig, ShardConfig
+from lockstep.config import Compile, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import ModelPlan, find_blocks, seed_points
 from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.crossing import is_fake
+from lockstep.parallel.cut import Along, take
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.links import Links
-from lockstep.parallel.materialise import Built, build_initial, fill, fill_buffers, materialise
+from lockstep.parallel.materialise import Built, Tensors, build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import Planned, plan_pipeline
 from lockstep.parallel.recompute import recompute
 from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import ShardedGradients, shard, sharding_units
-from lockstep.parallel.stage import Stage, cut_model
+from lockstep.parallel.stage import Stage, cut_model, skeleton_of
 from lockstep.parallel.statistics import RunningStatistics
+from lockstep.parallel.team import TeamGradients, shown_whole
+from lockstep.parallel.tensor import Slice, cut_modules
+from lockstep.parallel.tensorplan import TensorPlan, plan_tensor
 from lockstep.parallel.ties import Tie, add_up, copy_to_all
 from lockstep.parallel.timetable import SPLITS_BACKWARD, stages_of
 from lockstep.parallel.zero1 import ShardedOptimizer
+from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 
 Look = Callable[[nn.Module], Any]
@@ -47,9 +52,11 @@ class GradientSync(Protocol):
     the ranks have to tell each other what `unused` says.
     """
 
-    counts_unused: bool
-    path: int
-    """Tells apart steps in which a rank gathered its parameters in another order; 0 where nothing is gathered."""
+    @property
+    def counts_unused(self) -> bool: ...
+    @property
+    def path(self) -> int:
+        """Tells apart steps in which a rank gathered its parameters in another order; 0 where nothing is gathered."""
 
     def rest(self) -> None: ...
     def begin(self) -> None: ...
@@ -71,6 +78,7 @@ class Cutting:
     numerics: NumericsConfig
     shard: ShardConfig
     pipeline: PipelineConfig
+    tensor: TensorConfig
     batch_norm: Literal["micro-batch", "sync"]
 
 
@@ -97,6 +105,8 @@ class ParallelModel:
     together: str | None
     pipeline: Pipeline | None = None
     skeleton: nn.Module | None = None
+    slices: dict[str, Slice] = field(default_factory=dict)
+    """The parameters that are cut over the tp axis."""
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -105,9 +115,18 @@ class ParallelModel:
 
 
 def parallelize(
-    build_model: Callable[[], nn.Module], layout: Layout, comm: Comm, device: torch.device, cutting: Cutting, seed: int
+    build_model: Callable[[], nn.Module],
+    look: Look | None,
+    layout: Layout,
+    comm: Comm,
+    device: torch.device,
+    cutting: Cutting,
+    seed: int,
 ) -> ParallelModel:
-    """Build the model as if on one device and cut it for this rank's place on the mesh, which has no pipeline."""
+    """Build the model as if on one device and cut it for this rank's place on the mesh, which has no pipeline.
+
+    A layout with tp or cp has to `look` at a forward first.
+    """
     numerics = cutting.numerics
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
     blocks: list[tuple[str, nn.Module]] = []
@@ -133,6 +152,13 @@ def parallelize(
             sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    slices: dict[str, Slice] = {}
+    if look is not None:
+        fill_buffers(built)
+        skeleton = skeleton_of(built.model, device)
+        if (axis := comm.cut_axis("tp")) is not None:
+            plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp)
+            built, slices = cut_matrices(built, plan, axis)
     model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
     gradients: GradientSync
@@ -140,6 +166,7 @@ def parallelize(
         gradients = sharded[0]
     else:
         gradients, parameters = whole_gradients(parameters, layout, comm, numerics)
+    gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
     return ParallelModel(
         [model],
         [name for name, _ in blocks],
@@ -147,11 +174,17 @@ def parallelize(
         parameters,
         list(model.named_buffers()),
         gradients,
-        RunningStatistics(model.named_modules(), comm, sync=synchronised[0] if synchronised else None),
-        [parameter for _, parameter in parameters],
-        comm.groups("fsdp"),
+        RunningStatistics(
+            model.named_modules(),
+            comm,
+            comm.data_group() if layout.team > 1 else None,
+            sync=synchronised[0] if synchronised else None,
+        ),
+        counted,
+        comm.groups("fsdp", "tp"),
         layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a synchronised BatchNorm" if synchronised else None,
+        slices=slices,
     )
 
 
@@ -168,6 +201,10 @@ def parallelize_pipeline(
     numerics, config = cutting.numerics, cutting.pipeline
     built, planned = build_and_plan(build_model, look, layout, comm, device, cutting, seed)
     plan, skeleton = planned.plan, planned.skeleton
+    slices: dict[str, Slice] = {}
+    if (axis := comm.cut_axis("tp")) is not None:
+        assert planned.tensor is not None
+        built, slices = cut_matrices(built, planned.tensor, axis)
     rank = layout.coordinate(comm.rank)["pp"]
     links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
@@ -217,20 +254,25 @@ def parallelize_pipeline(
     if not sharded:
         one, parameters = whole_gradients(parameters, layout, comm, numerics)
         inner = [one]
+    ties = _ties(pipeline, dict(parameters), held, comm)
+    gradients: GradientSync = PipelineGradients(inner, ties)
+    gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
+    first_here = {id(p) for name, p in parameters if pipeline.rank_of[plan.users[name][0]] == rank}
     return ParallelModel(
         [stage.model for stage in stages],
         [part.name for part in plan.parts if part.is_block],
         seeded,
         parameters,
         _own_buffers(stages),
-        PipelineGradients(inner, _ties(pipeline, dict(parameters), held, comm)),
+        gradients,
         RunningStatistics(_own_modules(plan, stages), comm, comm.data_group()),
-        [parameter for name, parameter in parameters if pipeline.rank_of[plan.users[name][0]] == rank],
-        comm.groups("fsdp", "pp"),
+        [parameter for parameter in counted if id(parameter) in first_here],
+        comm.groups("fsdp", "pp", "tp"),
         layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a pipeline",
         pipeline,
         skeleton,
+        slices,
     )
 
 
@@ -246,16 +288,65 @@ def build_and_plan(
     """The model as one device would build it, and how a layout cuts it; without a pipeline it is one stage."""
     config, stages, cuts = cutting.pipeline, 1, None
     if layout.pp > 1:
-        check_goes_with_pipeline(layout, cutting)
+        check_goes_together(layout, cutting)
         stages, cuts = layout.pp * config.per_rank, config.cuts
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
-    return built, plan_pipeline(built.model, look, stages, cuts, comm, device)
+    planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
+    if layout.tp > 1:
+        borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
+        tensor = plan_tensor(planned.skeleton, look, cutting.tensor.roles, layout.tp, borders)
+        planned = replace(planned, tensor=tensor)
+    return built, planned
 
 
-def check_goes_with_pipeline(layout: Layout, cutting: Cutting) -> None:
-    """Refuse what a pipeline cannot do, before anything is built."""
+def cut_matrices(built: Built, plan: TensorPlan, axis: Axis) -> tuple[Built, dict[str, Slice]]:
+    """Leave of every matrix that the plan cuts the part of this rank; what initial values are still to come as well."""
+    slices = cut_modules(built.model, plan.roles, axis)
+    source = built.tensors
+    if source is None:
+        return built, slices
+
+    def parts(names: Collection[str] | None) -> Tensors:
+        for name, full in source(names):
+            how = slices.get(name)
+            yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
+
+    return Built(built.model, parts), slices
+
+
+def as_a_team(
+    gradients: GradientSync,
+    parameters: list[tuple[str, nn.Parameter]],
+    slices: dict[str, Slice],
+    layout: Layout,
+    comm: Comm,
+) -> tuple[GradientSync, list[tuple[str, nn.Parameter]], list[nn.Parameter]]:
+    """The gradients of ranks that compute together, what the optimizer is given, and what of it counts in the norm."""
+    if layout.team == 1:
+        return gradients, parameters, [parameter for _, parameter in parameters]
+    sums = []
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if (group := comm.group("tp")) is not None:
+        sums.append((group, [parameter for name, parameter in trained if name not in slices]))
+    if (group := comm.group("cp")) is not None and layout.fsdp > 1:  # else one sum with that over dp
+        sums.append((group, [parameter for _, parameter in trained]))
+    given = parameters
+    if comm.tensor_mesh is not None:
+        given = shown_whole(parameters, slices, comm.tensor_mesh)
+    pairs = [(stored, shown) for (_, stored), (_, shown) in zip(parameters, given, strict=True)]
+    first = layout.coordinate(comm.rank)["tp"] == 0
+    counted = [parameter for name, parameter in given if first or name in slices]
+    return TeamGradients(gradients, sums, pairs), given, counted
+
+
+def check_goes_together(layout: Layout, cutting: Cutting) -> None:
+    """Refuse what a pipeline, or ranks that compute together, cannot do, before anything is built."""
+    if cutting.batch_norm == "sync" and layout.team > 1:
+        raise UserError("batch_norm = sync does not go with tp or cp", "use batch_norm = micro-batch")
+    if layout.pp == 1:
+        return
     stages_of(cutting.pipeline.schedule, layout.pp, cutting.pipeline.per_rank)
     if cutting.compile == "model":
         raise UserError(
@@ -324,7 +415,7 @@ def whole_gradients(
     if layout.fsdp > 1:
         optimizer = ShardedOptimizer(parameters, comm, numerics.reduce_dtype)
         return optimizer, list(optimizer.rows.items())
-    if (replicas := comm.group("dp")) is not None:
+    if (replicas := comm.group("dp") if layout.cp == 1 else comm.group_over("dp", "cp")) is not None:
         return GradientBuckets(parameters, replicas, comm, numerics.reduce_dtype), parameters
     return LocalGradients([parameter for _, parameter in parameters]), parameters
 

@@ -26,6 +26,7 @@ from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import PartWatch, rehearse, without_data
 from lockstep.parallel.stage import skeleton_of
 from lockstep.parallel.statistics import keeps_statistics
+from lockstep.parallel.tensorplan import TensorPlan
 from lockstep.parallel.work import measure_work
 from lockstep.runtime.comm import Comm
 
@@ -38,6 +39,7 @@ class Planned:
     skeleton: nn.Module
     rehearsal: Rehearsal
     calls: Counter[str]
+    tensor: TensorPlan | None = None
 
 
 def plan_pipeline(

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
+from lockstep.runtime.axis import Axis
 from lockstep.runtime.place import Place
 
 Reduction = Literal["sum", "mean", "min", "max"]
@@ -43,6 +44,8 @@ class Comm:
         self.rank = place.rank
         self.world_size = place.world_size
         self.mesh: DeviceMesh | None = None
+        self.tensor_mesh: DeviceMesh | None = None
+        """The same ranks with the tp axis before those that shard: the parts of a matrix are sharded."""
         self._timeout = timeout
         self._layout = layout
         self._data_control: dist.ProcessGroup | None = None
@@ -69,8 +72,10 @@ class Comm:
         )
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = _build_mesh(layout, device.type, timeout)
-        if layout.pp > 1:
-            self._data_control = self._new_groups(self._data_ranks(), "gloo")
+        if layout.tp > 1:
+            self.tensor_mesh = _build_mesh(layout, device.type, timeout, ("pp", "cp", "dp", "tp", "fsdp"))
+        if layout.data_size < layout.world_size:
+            self._data_control = self._new_groups(layout.ranks_along("dp", "fsdp"), "gloo")
         self.barrier()  # a rank that leaves at once would take down those that are still connecting
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -88,17 +93,26 @@ class Comm:
 
         Every rank has to ask for it, in the same order.
         """
-        group = self._new_groups(self._data_ranks(), None)
+        return self.group_over("dp", "fsdp")
+
+    def group_over(self, *axes: str) -> dist.ProcessGroup:
+        """A new group of the ranks that differ from this one only along these axes; every rank has to ask."""
+        group = self._new_groups(self._layout.ranks_along(*axes), None)
         assert group is not None
         return group
 
+    def cut_axis(self, name: str) -> Axis | None:
+        """An axis that tensors are cut over, as this rank sees it; None when it has size 1."""
+        if (group := self.group(name)) is None:
+            return None
+        return Axis(name, group.size(), group.rank(), group.group_name, zigzag=name == "cp")
+
     def groups_of(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """A new group of some places of the pipeline, one for each coordinate of the data axes; every rank asks.
+        """A new group of some places of the pipeline, one for each coordinate of the other axes; every rank asks.
 
         None for a rank that is not in one.
         """
-        data = self._data_ranks()
-        return self._new_groups([[ranks[at] for at in members] for ranks in zip(*data, strict=True)], None)
+        return self._new_groups([[ranks[at] for at in members] for ranks in self._layout.ranks_along("pp")], None)
 
     def pipeline_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
         """What each pair of places in the pipeline talks through, in each direction; every rank has to ask.
@@ -114,12 +128,7 @@ class Comm:
 
     def pipeline_ranks(self) -> list[int]:
         """The global ranks of this rank's pipeline, in the order of its places."""
-        return next(list(ranks) for ranks in zip(*self._data_ranks(), strict=True) if self.rank in ranks)
-
-    def _data_ranks(self) -> list[list[int]]:
-        """All ranks by their place in the pipeline."""
-        data, places = self._layout.world_size // self._layout.pp, self._layout.pp
-        return [list(range(place * data, (place + 1) * data)) for place in range(places)]
+        return next(ranks for ranks in self._layout.ranks_along("pp") if self.rank in ranks)
 
     def _new_groups(self, sets: Sequence[Sequence[int]], backend: str | None) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
@@ -242,7 +251,7 @@ class Comm:
         """Leave all groups. Safe to call twice."""
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group()
-        self._control = self._data_control = self.mesh = self._store = None
+        self._control = self._data_control = self.mesh = self.tensor_mesh = self._store = None
 
 
 def _connect(place: Place, timeout: datetime.timedelta) -> dist.Store:
@@ -262,9 +271,13 @@ def _connect(place: Place, timeout: datetime.timedelta) -> dist.Store:
     return dist.PrefixStore(f"lockstep/{attempt}", store)
 
 
-def _build_mesh(layout: Layout, device_type: str, timeout: datetime.timedelta) -> DeviceMesh:
-    axes = [axis for axis in AXES if layout.size(axis) > 1]
-    mesh = init_device_mesh(device_type, tuple(layout.size(axis) for axis in axes), mesh_dim_names=tuple(axes))
+def _build_mesh(
+    layout: Layout, device_type: str, timeout: datetime.timedelta, order: tuple[str, ...] = AXES
+) -> DeviceMesh:
+    present = [axis for axis in AXES if layout.size(axis) > 1]
+    axes = [axis for axis in order if axis in present]
+    ranks = torch.arange(layout.world_size).view([layout.size(axis) for axis in present])
+    mesh = DeviceMesh(device_type, ranks.permute([present.index(axis) for axis in axes]), mesh_dim_names=tuple(axes))
     for axis in axes:
         # Groups of a mesh do not inherit the timeout and would wait 30 minutes (private in torch 2.11 and 2.13).
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))

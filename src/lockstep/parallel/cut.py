@@ -1,0 +1,233 @@
+"""Tensors that are cut over ranks: each rank computes with its part, and code that uses them sees the whole.
+
+A `Cut` has the shape of the whole tensor and the data of this rank's part. The user's own `.view(b, t, heads, d)`
+means what it says, and attention runs on this rank's heads. The matrices of a tensor-parallel block make such
+tensors (axis tp), and so does a batch whose sequences are cut (axis cp). What an operation does with them is one rule
+a torch function, in `rules.py`; one without a rule gets the whole tensor, gathered.
+
+Gradients follow one convention: the loss is divided by the number of ranks that compute it together, and the gradient
+of anything is the SUM of what those ranks have of it. So the derivative of every collective is its transpose, a value
+that is not cut needs no care at all, and what ranks hold of one parameter is added up once, after the last backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed import _functional_collectives as collectives  # private in torch 2.11 and 2.13
+from torch.overrides import TorchFunctionMode
+
+from lockstep.parallel.crossing import is_fake
+from lockstep.runtime.axis import Axis
+
+Parts = tuple[int, ...]
+
+
+class Observer(Protocol):
+    """Who looks on when a forward is tried out: it learns what cannot be cut, and what a cut has to divide."""
+
+    def cannot(self, along: list[Along], reason: str, parts: Parts | None) -> None:
+        """An operation would need whole tensors. Raises, or returns where they may be gathered."""
+
+    def divides(self, along: Along, size: int, what: str) -> None:
+        """The number of ranks has to divide this size."""
+
+
+class Along(NamedTuple):
+    """Where a tensor is cut: a dim that consists of `parts`, each shared out evenly over the ranks of the axis.
+
+    One part is the usual case. Queries, keys and values in one matrix are three; so are the sequences of three samples
+    in one row of tokens.
+    """
+
+    axis: Axis
+    dim: int
+    parts: Parts
+    origins: frozenset[str] = frozenset()
+    """The modules that cut it, where a forward is tried out."""
+
+    @property
+    def size(self) -> int:
+        """The size of the whole dim."""
+        return sum(self.parts)
+
+    def at(self, dim: int, parts: Parts | None = None) -> Along:
+        """The same cut in another place."""
+        return Along(self.axis, dim, self.parts if parts is None else parts, self.origins)
+
+
+class Cut(torch.Tensor):
+    """This rank's part of a tensor that shows the shape of the whole. `along` says where it is cut."""
+
+    along: tuple[Along, ...] = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from lockstep.parallel.rules import answer  # which makes tensors of this class
+
+        with torch._C.DisableTorchFunctionSubclass():  # inside, a Cut is its own part
+            return answer(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return mark(self.detach().clone(), self.along)
+
+
+class Following(TorchFunctionMode):
+    """Lets cuts be tried out on tensors without data, which cannot be of another class: they have an attribute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from lockstep.parallel.rules import answer
+        from lockstep.parallel.rules.arguments import cuts_in
+
+        if cuts_in((args, kwargs)):
+            return answer(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def along_of(value: Any) -> tuple[Along, ...]:
+    """Where a value is cut; nowhere if it is plain."""
+    found: tuple[Along, ...] = getattr(value, "along", ())
+    return found
+
+
+def mark(part: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
+    """This rank's part as a tensor of the whole shape; a plain tensor if it is not cut."""
+    if not along:
+        return plain(part)
+    with torch._C.DisableTorchFunction():
+        cut: Any = part.view_as(part) if is_fake(part) else part.as_subclass(Cut)
+    cut.along = tuple(along)
+    return cut  # type: ignore[no-any-return]
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, as a plain one."""
+    if not along_of(value):
+        return value
+    with torch._C.DisableTorchFunction():
+        return value.view_as(value) if is_fake(value) else value.as_subclass(torch.Tensor)
+
+
+def whole_shape(value: torch.Tensor) -> list[int]:
+    """The shape of the whole; called where a Cut is its own part."""
+    shape = list(value.shape)
+    for along in along_of(value):
+        shape[along.dim] = along.size
+    return shape
+
+
+def take(whole: torch.Tensor, along: Along, rank: int | None = None) -> torch.Tensor:
+    """A rank's part of a plain tensor along one dim."""
+    axis = along.axis
+    if axis.size == 1:
+        return whole
+    mine = axis.chunks_of(axis.rank if rank is None else rank)
+    if len(set(along.parts)) == 1:
+        table = whole.unflatten(along.dim, (len(along.parts), axis.chunks, -1))
+        pieces = [table.narrow(along.dim + 1, chunk, 1) for chunk in mine]
+        return _joined(pieces, along.dim + 1).flatten(along.dim, along.dim + 2)
+    pieces = []
+    for start, size in zip(itertools.accumulate((0, *along.parts)), along.parts, strict=False):
+        length = size // axis.chunks
+        pieces += [whole.narrow(along.dim, start + chunk * length, length) for chunk in mine]
+    return _joined(pieces, along.dim)
+
+
+def put_together(stacked: torch.Tensor, along: Along) -> torch.Tensor:
+    """The whole along one dim, from the parts of all ranks; those are stacked along dim 0."""
+    axis, dim = along.axis, along.dim + 1
+    found = []
+    equal = len(set(along.parts)) == 1
+    groups = [along.parts] if equal else [(part,) for part in along.parts]
+    lengths = [sum(group) // axis.size for group in groups]
+    for piece, group in zip(stacked.split(lengths, dim), groups, strict=True):
+        table = piece.unflatten(dim, (len(group), len(axis.chunks_of(0)), -1))
+        columns = [column.movedim(0, dim) for column in table.unbind(dim + 1)]  # by rank behind by part
+        if axis.zigzag:
+            columns[1] = columns[1].flip(dim)
+        found.append(_joined(columns, dim).flatten(dim - 1, dim + 1))
+    return _joined(found, along.dim)
+
+
+def gather(part: torch.Tensor, along: Along) -> torch.Tensor:
+    """The whole of a plain part along one dim."""
+    if along.axis.size == 1:
+        return part
+    whole: torch.Tensor = _Gather.apply(part, along)
+    return whole
+
+
+def add_up(part: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of what the ranks of an axis have, on each of them."""
+    if axis.size == 1:
+        return part
+    total: torch.Tensor = _Sum.apply(part, axis)
+    return total
+
+
+def whole_of(value: torch.Tensor) -> torch.Tensor:
+    """A tensor, gathered along every dim it is cut in; called where a Cut is its own part."""
+    part = plain(value)
+    for along in along_of(value):
+        part = gather(part, along)
+    return part
+
+
+def without_cuts(tree: Any, change: Callable[[torch.Tensor], torch.Tensor] = whole_of) -> Any:
+    """Arguments of a call with every Cut replaced, in tuples, lists and dicts."""
+    if along_of(tree):
+        return change(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([without_cuts(one, change) for one in tree])
+    if type(tree) is dict:
+        return {key: without_cuts(one, change) for key, one in tree.items()}
+    return tree
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_reduce(part, "sum", axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(gradient, "sum", ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, along: Along) -> torch.Tensor:
+        ctx.along = along
+        return put_together(all_gather(part, along.axis), along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        axis = ctx.along.axis
+        parts = torch.stack([take(gradient, ctx.along, rank) for rank in range(axis.size)])
+        mine = collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)
+        return collectives.wait_tensor(mine).squeeze(0), None
+
+
+def all_reduce(part: torch.Tensor, how: str, axis: Axis) -> torch.Tensor:
+    """A reduction over the ranks of an axis, without a derivative."""
+    # Contiguous: gloo touches the wrong elements of any other tensor.
+    total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(part.contiguous(), how, axis.group))
+    return total
+
+
+def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The parts of all ranks of an axis, stacked along a new first dim; without a derivative."""
+    sent = part.contiguous()
+    if part.dtype == torch.bool:  # which gloo does not know
+        return all_gather(sent.view(torch.uint8), axis).view(torch.bool)
+    stacked: torch.Tensor = collectives.wait_tensor(collectives.all_gather_tensor(sent.flatten(), 0, axis.group))
+    return stacked.view(axis.size, *part.shape)
+
+
+def _joined(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)

@@ -1,0 +1,76 @@
+"""What rules share: arguments by name, operands cut alike, and saying that an operation needs the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.parallel.cut import Along, Parts, along_of, plain, take, whole_shape
+from lockstep.runtime.axis import Axis
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""What a torch function does: called with it and its arguments, where a Cut is its own part."""
+
+
+def cannot(along: Sequence[Along], reason: str, parts: Parts | None = None) -> Any:
+    """Say, while a forward is tried out, that an operation needs the whole; at work it will be gathered."""
+    for observer in {one.axis.observer for one in along if one.axis.observer is not None}:
+        observer.cannot([one for one in along if one.axis.observer is observer], reason, parts)
+    return NotImplemented
+
+
+def cuts_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments of a call that are cut."""
+    if along_of(tree):
+        return [tree]
+    if isinstance(tree, tuple | list):
+        return [cut for one in tree for cut in cuts_in(one)]
+    if isinstance(tree, dict):
+        return [cut for one in tree.values() for cut in cuts_in(one)]
+    return []
+
+
+def taken(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
+    """This rank's plain part of an operand that is cut like `along` (dims from the last one), or not cut there yet."""
+    part = plain(value)
+    done = {one.axis.name for one in along_of(value)}
+    for one in along:
+        if one.axis.name not in done and part.dim() >= -one.dim and part.shape[one.dim] != 1:
+            part = take(part, one.at(one.dim + part.dim()))
+    return part
+
+
+def common(all_along: Sequence[Along], free: int) -> Any:
+    """The cuts of several tensors that have to be alike, but for the parts of one dim."""
+    found: list[Along] = []
+    for one in all_along:
+        same = [other for other in found if other.axis.name == one.axis.name]
+        if not same:
+            found.append(one)
+        elif same[0].dim != one.dim or (one.dim != free and same[0].parts != one.parts):
+            return cannot([same[0], one], "it meets a tensor that is cut in another place")
+        else:
+            found[found.index(same[0])] = same[0]._replace(origins=same[0].origins | one.origins)
+    return found
+
+
+def parts_at(value: torch.Tensor, axis: Axis, dim: int) -> Parts:
+    for one in along_of(value):
+        if one.axis.name == axis.name:
+            return one.parts
+    return (whole_shape(value)[dim],)
+
+
+def arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
+    """The arguments of a call by name, whichever way they were given. Methods call the first one `self`."""
+    given = list(args)
+    return [
+        given[number] if number < len(given) else kwargs.get(name, default)
+        for number, (name, default) in enumerate(zip(names, defaults, strict=True))
+    ]
+
+
+def flat(sizes: Sequence[Any]) -> list[int]:
+    return list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)

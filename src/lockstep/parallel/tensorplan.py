@@ -1,0 +1,394 @@
+"""Which matrices of a plain model can be cut over ranks: found by trying it out.
+
+One forward runs on tensors without data. Every matrix that gets whole values is cut by columns, and what it returns is
+followed through the user's code, operation by operation. A matrix it comes to is cut by rows. Where an operation needs
+the whole, the matrices it came from stay whole, with that as the reason, and the forward runs again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UserError
+from lockstep.modelplan import find_blocks
+from lockstep.parallel.crossing import user_line
+from lockstep.parallel.cut import Along, Following, Parts, along_of
+from lockstep.parallel.forward import replace_call
+from lockstep.parallel.materialise import tied_names
+from lockstep.parallel.rehearsal import without_data
+from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_linear, row, slices
+from lockstep.parallel.trees import tensors_of
+from lockstep.runtime.axis import Axis
+
+ROLES = ("column", "row", "whole")
+"""What `tensor.roles` may say of a module."""
+
+WORTH_CUTTING = 0.01
+"""A table of embeddings that holds less than this share of a model stays whole."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How the matrices of a model are cut over ranks, and why the others are not."""
+
+    roles: dict[str, Role]
+    partners: dict[str, list[str]]
+    """The matrices that take in what one returns."""
+    whole: dict[str, str]
+    """Why a matrix stays whole."""
+    sizes: dict[str, list[tuple[int, str]]]
+    """What the number of ranks has to divide, for each module."""
+
+
+class CannotCutError(Exception):
+    """A trial has come to an operation that needs the whole of what some modules returned."""
+
+    def __init__(self, origins: list[frozenset[str]], reason: str, parts: Parts | None = None) -> None:
+        super().__init__(reason)
+        self.origins = origins
+        self.reason = reason
+        self.parts = parts
+
+
+@dataclass
+class Trial:
+    """One forward with some modules cut, and what is learnt from it."""
+
+    names: dict[int, str]
+    roles: dict[str, Role] = field(default_factory=dict)
+    partners: dict[str, list[str]] = field(default_factory=dict)
+    sizes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    inside: int = 0
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def name_of(self, module: nn.Module) -> str:
+        """What a module is called."""
+        return self.names[id(module)]
+
+    def cannot(self, along: Sequence[Along], reason: str, parts: Parts | None) -> None:
+        """An operation needs the whole."""
+        raise CannotCutError([one.origins for one in along], f"{reason} ({user_line()})", parts)
+
+    def divides(self, along: Along, size: int, what: str) -> None:
+        """The number of ranks has to divide this."""
+        for origin in along.origins:
+            self.must_divide(origin, size, what)
+
+    def must_divide(self, name: str, size: int, what: str) -> None:
+        """The number of ranks has to divide this, for a module."""
+        known = self.sizes.setdefault(name, [])
+        if (size, what) not in known:
+            known.append((size, what))
+
+
+class _Uses(Following):
+    """Follows cuts, and sees parameters of candidates that are used elsewhere than in their modules' own forward."""
+
+    def __init__(self, trial: Trial, owners: dict[int, str]) -> None:
+        super().__init__()
+        self._trial = trial
+        self._owners = owners
+        self.outside: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._trial.inside:
+            for value in (*args, *(kwargs or {}).values()):
+                if id(value) in self._owners and getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
+                    self.outside[self._owners[id(value)]] = user_line()
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def plan_tensor(
+    skeleton: nn.Module,
+    look: Callable[[nn.Module], Any],
+    stated: Mapping[str, str],
+    tp: int,
+    borders: Sequence[str] = (),
+) -> TensorPlan:
+    """Find the matrices of a model that `tp` ranks can share.
+
+    `skeleton` is the model without data, `stated` are roles by patterns of names. What leaves a module of `borders` is
+    whole.
+    """
+    finder = _Finder(skeleton, look, stated, tp, borders)
+    plan = finder.find()
+    blocks = [name for name, _ in find_blocks(skeleton)]
+    inside = [name for name in plan.roles if any(name.startswith(f"{block}.") or name == block for block in blocks)]
+    if not plan.roles or (blocks and not inside):
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:3])
+        raise UserError(
+            f"tp={tp} would cut nothing of this model's {'blocks' if blocks else 'matrices'}"
+            f"{f' ({why})' if why else ', which has none'}",
+            "use a dp, fsdp or pp layout for it",
+        )
+    return plan
+
+
+class _Finder:
+    def __init__(
+        self,
+        model: nn.Module,
+        look: Callable[[nn.Module], Any],
+        stated: Mapping[str, str],
+        tp: int,
+        borders: Sequence[str],
+    ) -> None:
+        self._model = model
+        self._look = look
+        self._tp = tp
+        self._borders = [model.get_submodule(name) for name in borders]
+        self._blocks = [name for name, _ in find_blocks(model)]
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._candidates = {
+            name: module
+            for name, module in model.named_modules()
+            if is_linear(module) or isinstance(module, nn.MultiheadAttention | nn.Embedding)
+        }
+        inner = {id(child) for m in self._candidates.values() for child in m.modules() if child is not m}
+        self._candidates = {name: m for name, m in self._candidates.items() if id(m) not in inner}
+        self._whole: dict[str, str] = {}
+        self._parts: dict[str, Parts] = {}
+        self._tried: dict[str, set[Parts]] = {}
+        self._divisors: dict[str, str] = {}
+        self._stated = self._stated_roles(stated)
+        for name, kind in self._stated.items():
+            if kind == "whole":
+                self._whole[name] = "tensor.roles says so"
+        for name, module in self._candidates.items():
+            if reason := _unfit(module):
+                self._whole[name] = reason
+
+    def find(self) -> TensorPlan:
+        """Try until a forward goes through."""
+        for _ in range(6 * len(self._candidates) + 10):
+            trial = Trial(self._names)
+            try:
+                self._run(trial)
+                self._settle_tables(trial)
+                self._settle_ties(trial)
+                self._settle_sizes(trial)
+            except CannotCutError as found:
+                self._learn(found)
+                continue
+            whole = {name: why for name, why in self._whole.items() if name not in trial.roles}
+            return TensorPlan(trial.roles, trial.partners, whole, trial.sizes)
+        raise AssertionError("every failed trial leaves one matrix more whole")
+
+    def _stated_roles(self, stated: Mapping[str, str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for pattern, kind in stated.items():
+            matching = [name for name in self._candidates if fnmatch.fnmatchcase(name, pattern)]
+            if not matching:
+                raise UserError(
+                    f"tensor.roles names {pattern!r}, and the model has no matrix of that name",
+                    f"name modules such as {', '.join(list(self._candidates)[:3])}; * stands for anything",
+                )
+            found |= dict.fromkeys(matching, kind)
+        return found
+
+    def _learn(self, found: CannotCutError) -> None:
+        groups = [origins for origins in found.origins if origins]
+        if not groups:
+            raise UserError(f"this model cannot be cut for tp={self._tp}: {found.reason}", "use another layout")
+        # Of two that do not go together the smaller stays whole: one key for many heads, say.
+        blamed = min(groups, key=lambda names: sum(self._returns(name) for name in names))
+        for name in blamed:
+            returns = self._returns(name)
+            if (
+                found.parts is not None
+                and len(blamed) == 1
+                and not isinstance(self._candidates[name], nn.MultiheadAttention)
+            ):
+                scale = returns / sum(found.parts)
+                parts = tuple(int(part * scale) for part in found.parts)
+                tried = self._tried.setdefault(name, set())
+                if sum(parts) == returns and min(parts) > 1 and parts not in tried and len(parts) <= 16:
+                    tried.add(parts)
+                    self._parts[name] = parts
+                    continue
+            if self._stated.get(name) in ("column", "row"):
+                raise UserError(
+                    f"tensor.roles makes {name} a {self._stated[name]}, and it cannot be cut: {found.reason}",
+                    "leave it out of tensor.roles, or say whole",
+                )
+            self._whole[name] = found.reason
+
+    def _returns(self, name: str) -> int:
+        module: Any = self._candidates[name]
+        if isinstance(module, nn.MultiheadAttention):
+            return module.embed_dim
+        return int(features(module)[1] if is_linear(module) else len(module.weight))
+
+    def _run(self, trial: Trial) -> None:
+        axis = Axis("tp", 1, 0, observer=trial)
+        undo = []
+        owners = {id(parameter): name for name, module in self._candidates.items() for parameter in module.parameters()}
+        uses = _Uses(trial, owners)
+        for name, module in self._candidates.items():
+            undo.append(replace_call(module, self._called(trial, axis, name)))
+        handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders]
+        try:
+            with without_data(), _no_shortcuts(), uses:
+                self._look(self._model)
+        finally:
+            for one in reversed(undo):
+                one()
+            for handle in handles:
+                handle.remove()
+        for name, line in uses.outside.items():
+            if name in trial.roles:
+                raise CannotCutError(
+                    [frozenset([name])], f"its weight is used outside of it{f' ({line})' if line else ''}"
+                )
+
+    def _called(self, trial: Trial, axis: Axis, name: str) -> Callable[..., Any]:
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            trial.inside += 1
+            try:
+                return self._answer(trial, axis, name, module, args, kwargs)
+            finally:
+                trial.inside -= 1
+
+        return called
+
+    def _answer(self, trial: Trial, axis: Axis, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if isinstance(module, nn.Embedding):
+            return module._call_impl(*args, **kwargs)
+        if isinstance(module, nn.MultiheadAttention):
+            if name in self._whole:
+                return module._call_impl(*args, **kwargs)
+            trial.must_divide(name, module.num_heads, "heads")
+            self._set(trial, name, Role("heads", (module.embed_dim,)))
+            return heads(module, axis, (module.embed_dim,), *args, **kwargs)
+        value = args[0] if args else kwargs["input"]
+        cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
+        if cut is not None and cut.dim == value.dim() - 1:
+            if name in self._whole and self._whole[name] == "tensor.roles says so":
+                raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is whole")
+            if self._stated.get(name) == "column":
+                raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is a column")
+            for origin in sorted(cut.origins):
+                trial.partners.setdefault(origin, []).append(name)
+            for part in set(cut.parts):
+                trial.divides(cut, part, "features")
+            self._set(trial, name, Role("row", cut.parts), cut)
+            return row(module, axis, cut.parts, value)
+        if cut is not None:
+            return module._call_impl(*args, **kwargs)
+        if self._stated.get(name) == "row":
+            self._set(trial, name, Role("row", (features(module)[0],)))
+            trial.must_divide(name, features(module)[0], "features")
+            return row(module, axis, (features(module)[0],), value)
+        if name in self._whole:
+            return module._call_impl(*args, **kwargs)
+        parts = self._parts.get(name, (features(module)[1],))
+        self._set(trial, name, Role("column", parts))
+        for part in set(parts):
+            trial.must_divide(name, part, "features")
+        return column(module, axis, parts, value)
+
+    def _set(self, trial: Trial, name: str, role: Role, cut: Along | None = None) -> None:
+        """A module has one role, however often it is called."""
+        before = trial.roles.setdefault(name, role)
+        if before != role:
+            blamed = [frozenset([name])] if cut is None or before.kind == "column" else [cut.origins]
+            raise CannotCutError(blamed, f"{name} is called again with values that are cut in another way")
+
+    def _settle_tables(self, trial: Trial) -> None:
+        """Tables of embeddings are cut where they are large, or tied to a matrix that is cut."""
+        total = sum(parameter.numel() for parameter in self._model.parameters())
+        tied = {name.rpartition(".")[0] for group in tied_names(self._model) for name in group}
+        for name, module in self._candidates.items():
+            if not isinstance(module, nn.Embedding) or name in self._whole:
+                continue
+            if name not in tied and module.weight.numel() < WORTH_CUTTING * total:
+                self._whole[name] = "a small table"
+            elif name not in tied and len(module.weight) % self._tp:
+                self._whole[name] = f"{self._tp} ranks cannot share its {len(module.weight)} rows evenly"
+            else:
+                trial.roles[name] = Role("vocabulary", (len(module.weight),))
+
+    def _settle_ties(self, trial: Trial) -> None:
+        """A parameter that several modules share is cut in one way."""
+        for group in tied_names(self._model):
+            ways: dict[str, Slice | None] = {}
+            for full in group:
+                owner = next(
+                    (name for name in self._candidates if full.startswith(f"{name}.") or not name),
+                    full.rpartition(".")[0],
+                )
+                role = trial.roles.get(owner)
+                found = slices(self._candidates[owner], role) if role else {}
+                ways[owner] = found.get(full.removeprefix(f"{owner}."))
+            if len(set(ways.values())) > 1:
+                others = [name for name in ways if name in trial.roles]
+                tables = [name for name in others if trial.roles[name].kind == "vocabulary"]
+                for name in tables:
+                    self._whole[name] = f"it is tied to {next(one for one in ways if one != name)}, which is whole"
+                if not tables:
+                    raise CannotCutError([frozenset(others)], "its weight is tied to one that is not cut like it")
+                raise CannotCutError([frozenset(tables)], self._whole[tables[0]])
+
+    def _settle_sizes(self, trial: Trial) -> None:
+        """What the number of ranks does not divide stays whole outside of blocks, and is refused inside."""
+        for name, sizes in trial.sizes.items():
+            for size, what in sizes:
+                if size % self._tp == 0:
+                    continue
+                inside = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+                if what != "heads" and (not inside or not self._blocks):
+                    raise CannotCutError([frozenset([name])], f"{self._tp} ranks cannot share its {size} {what} evenly")
+                raise UserError(
+                    f"{name} cannot be cut for tp={self._tp}: tp must divide {size} {what}: {divisors(size)}",
+                    f'use one of these sizes, or leave the module whole: --set \'tensor.roles={{"{name}": "whole"}}\'',
+                )
+
+
+def divisors(number: int) -> str:
+    """The numbers that divide one, for people: 1, 2, 3 or 6."""
+    found = [str(one) for one in range(1, number + 1) if number % one == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _unfit(module: nn.Module) -> str | None:
+    """Why a module cannot be cut whatever it is used for."""
+    if isinstance(module, nn.MultiheadAttention):
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it has a learnt key (add_bias_kv) or a zero one (add_zero_attn)"
+        if type(module).forward is not nn.MultiheadAttention.forward:
+            return "it has a forward of its own"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            return "it has max_norm, sparse or scale_grad_by_freq"
+        if type(module).forward is not nn.Embedding.forward:
+            return "it has a forward of its own"
+    return None
+
+
+def _refuse_cut_results(_: nn.Module, __: Any, output: Any) -> None:
+    for tensor in tensors_of(output):
+        for one in along_of(tensor):
+            one.axis.observer.cannot([one], "it leaves a part of the pipeline", None)
+
+
+@contextmanager
+def _no_shortcuts() -> Iterator[None]:
+    """torch's own transformer layers skip their modules where no gradients are wanted."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
