@@ -11,11 +11,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 Say = Callable[[str], None]
 
@@ -87,6 +92,24 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     """The order of one round: each begins with another contender, so that none always has the warm caches."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one rank measured while one contender had its turn."""
+
+    seconds: float
+    processor_seconds: float
+    losses: list[float]
+
+
+def turn(loop: Iterator[float | Tensor], steps: int) -> Turn:
+    """Let one contender do so many steps, once all ranks have come here."""
+    dist.barrier()
+    began, processor_began = time.perf_counter(), time.process_time()
+    losses = [next(loop) for _ in range(steps)]
+    seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor_began
+    return Turn(seconds, processor_seconds, [float(loss) for loss in losses])
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -15,15 +15,13 @@ import argparse
 import copy
 import json
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from contenders import CONTENDERS, Losses, Problem, choose, quiet_peers
+from contenders import CONTENDERS, Problem, choose, quiet_peers
 from gpt2 import GPT2, Shape, Size, Tokens
 from measuring import (
     FOLDER,
@@ -37,6 +35,7 @@ from measuring import (
     ratio_cells,
     start_ranks,
     summary,
+    turn,
     versions,
 )
 
@@ -168,22 +167,6 @@ def measure(
         "contenders": summaries,
         "processor": processor_summaries,
     }
-
-
-@dataclass(frozen=True)
-class Turn:
-    seconds: float
-    processor_seconds: float
-    losses: list[float]
-
-
-def turn(loop: Losses, steps: int) -> Turn:
-    """Let one contender do so many steps, once all ranks have come here."""
-    dist.barrier()
-    began, processor_began = time.perf_counter(), time.process_time()
-    losses = [next(loop) for _ in range(steps)]
-    seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor_began
-    return Turn(seconds, processor_seconds, [float(loss) for loss in losses])
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.parallel.team import in_order
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
+from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import in_backward, seed_everything, seed_of, seed_torch
 from lockstep.scoring import Metric, MetricFunction, checked_pair
@@ -176,9 +177,10 @@ class Engine:
         prepare, self._prepare = self._prepare, None
         data = self._transfers.send(data).take()
 
-        def look(model: nn.Module) -> Any:
+        def look(model: nn.Module, sequence: Axis | None = None) -> Any:
+            parted = data if sequence is None else cut_sequences(data, sequence)
             with self.computing(), torch.random.fork_rng([]):
-                return self._summed_loss(model, data)
+                return self._summed_loss(model, parted)
 
         prepare(look)
 

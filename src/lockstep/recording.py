@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.config import Compile, Format, NumericsConfig
 from lockstep.errors import UserError
@@ -151,20 +150,22 @@ class Recorder:
         """Write whole values and gradients where this rank is the one to do so; returns checksums of the values."""
         engine.rest()
         # At zero1 the engine stores rows of what the model computes with: the latter shows a gathering that failed.
+        # Under tp the model has parts of what the engine stores.
         used = {name: parameter for model in engine.models for name, parameter in model.named_parameters()}
-        used = {name: parameter for name, parameter in used.items() if not is_fake(parameter)}
+        used = {name: p for name, p in used.items() if not is_fake(p) and engine.layout.tp == 1}
         tensors: Tensors = {}
         checksums = {}
         for name, parameter in engine.stored:
-            value = _whole(used.get(name, parameter))
-            gradient = None if parameter.grad is None or step == 0 or skipped else _whole(parameter.grad)
+            value = _host(engine.whole(name, used.get(name, parameter)))
+            found = None if step == 0 or skipped else parameter.grad
+            gradient = None if found is None else _host(engine.whole(name, found))
             checksums[name] = checksum(value)
             if self._writes_tensors:
                 tensors[f"value/{name}"] = value
                 if gradient is not None:
                     tensors[f"grad/{name}"] = gradient
         for name, buffer in _float_buffers(engine):
-            tensors[f"value/{name}"] = _whole(buffer)
+            tensors[f"value/{name}"] = _host(buffer)
             checksums[name] = checksum(tensors[f"value/{name}"])
         if self._writes_tensors:
             save_file(tensors, _tensor_file(self._lines.parent, self._rank, step))
@@ -263,8 +264,7 @@ def _tensor_file(folder: Path, rank: int, step: int) -> Path:
     return folder / f"rank-{rank}-step-{step}.safetensors"
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all of a tensor, also where ranks hold parts of it: then all of them call this."""
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _host(whole: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in the memory of the host."""
+    whole = whole.detach()
     return (whole.to_dense() if whole.is_sparse else whole).cpu().clone(memory_format=torch.contiguous_format)

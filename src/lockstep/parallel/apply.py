@@ -20,6 +20,7 @@ from lockstep.layout import Layout
 from lockstep.modelplan import ModelPlan, find_blocks, seed_points
 from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.parallel.compile import check_compilable, compile_blocks
+from lockstep.parallel.context import plan_context
 from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.cut import Along, take
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
@@ -41,8 +42,11 @@ from lockstep.parallel.zero1 import ShardedOptimizer
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 
-Look = Callable[[nn.Module], Any]
-"""Runs the user's loss function once, on a model without data and the first samples."""
+
+class Look(Protocol):
+    """Runs the user's loss function once, on a model without data and the first samples, their sequences cut or not."""
+
+    def __call__(self, model: nn.Module, sequence: Axis | None = None, /) -> Any: ...
 
 
 class GradientSync(Protocol):
@@ -156,6 +160,8 @@ def parallelize(
     if look is not None:
         fill_buffers(built)
         skeleton = skeleton_of(built.model, device)
+        if layout.cp > 1:
+            plan_context(skeleton, look, layout.cp)
         if (axis := comm.cut_axis("tp")) is not None:
             plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp)
             built, slices = cut_matrices(built, plan, axis)

@@ -7,12 +7,18 @@ have the most to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.cut import Along, mark, take
+from lockstep.modelplan import find_blocks
+from lockstep.parallel.crossing import user_line
+from lockstep.parallel.cut import Along, Following, Parts, along_of, mark, take
+from lockstep.parallel.rehearsal import without_data
 from lockstep.parallel.trees import map_tensors, tensors_of
 from lockstep.runtime.axis import Axis
 
@@ -46,3 +52,67 @@ def sequence_length(data: Any) -> int:
         "of three dims",
         "use a dp, fsdp or tp layout for this model",
     )
+
+
+class ContextTrial:
+    """One forward with its sequences cut, to see where they would have to be whole."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.cut_blocks = 0
+        self.gathers: list[str] = []
+        """Where, outside of blocks, an operation needs whole sequences."""
+
+    def cannot(self, along: Sequence[Along], reason: str, parts: Parts | None) -> None:  # noqa: ARG002 - as the rules call it
+        """An operation needs whole sequences: inside a block nothing would be gained by cutting them."""
+        if self.inside:
+            raise UserError(
+                f"{user_line()} needs whole sequences inside a block of the model: {reason}",
+                "use a layout without cp for this model",
+            )
+        self.gathers.append(f"{user_line()}: {reason}")
+
+    def divides(self, along: Along, size: int, what: str) -> None:
+        """Lengths are checked when they are known."""
+
+
+def plan_context(skeleton: nn.Module, look: Callable[[nn.Module, Axis], Any], cp: int) -> list[str]:
+    """Try out whether the sequences of a model can be cut; returns where they are gathered. Else it is refused."""
+    trial = ContextTrial()
+    blocks = [block for _, block in find_blocks(skeleton)] or [skeleton]
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        trial.inside += 1
+        trial.cut_blocks += any(map(along_of, tensors_of((args, kwargs))))
+
+    def leave(*_: Any) -> None:
+        trial.inside -= 1
+
+    handles = []
+    for block in blocks:
+        handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(block.register_forward_hook(leave, always_call=True))
+    try:
+        with without_data(), no_shortcuts(), Following():
+            look(skeleton, Axis("cp", 1, 0, zigzag=True, observer=trial))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not trial.cut_blocks:
+        why = f" ({trial.gathers[0]})" if trial.gathers else ""
+        raise UserError(
+            f"cp={cp} would cut nothing: no block of the model gets sequences that are cut{why}",
+            "use a dp, fsdp or tp layout for this model",
+        )
+    return trial.gathers
+
+
+@contextmanager
+def no_shortcuts() -> Iterator[None]:
+    """torch's own transformer layers skip their modules where no gradients are wanted."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

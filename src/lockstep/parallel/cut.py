@@ -54,6 +54,21 @@ class Along(NamedTuple):
         """The size of the whole dim."""
         return sum(self.parts)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every part can be shared out evenly. Only a vocabulary may be uneven: the last ranks have less."""
+        return all(part % self.axis.chunks == 0 for part in self.parts)
+
+    @property
+    def own(self) -> int:
+        """How long the dim of this rank's part is."""
+        return self.size // self.axis.size if self.is_even else len(self.rows_of(self.axis.rank))
+
+    def rows_of(self, rank: int) -> range:
+        """Where an uneven share begins and ends."""
+        most = -(-self.size // self.axis.size)
+        return range(min(rank * most, self.size), min((rank + 1) * most, self.size))
+
     def at(self, dim: int, parts: Parts | None = None) -> Along:
         """The same cut in another place."""
         return Along(self.axis, dim, self.parts if parts is None else parts, self.origins)
@@ -125,6 +140,9 @@ def take(whole: torch.Tensor, along: Along, rank: int | None = None) -> torch.Te
     axis = along.axis
     if axis.size == 1:
         return whole
+    if not along.is_even:
+        rows = along.rows_of(axis.rank if rank is None else rank)
+        return whole.narrow(along.dim, rows.start, len(rows))
     mine = axis.chunks_of(axis.rank if rank is None else rank)
     if len(set(along.parts)) == 1:
         table = whole.unflatten(along.dim, (len(along.parts), axis.chunks, -1))
@@ -140,6 +158,9 @@ def take(whole: torch.Tensor, along: Along, rank: int | None = None) -> torch.Te
 def put_together(stacked: torch.Tensor, along: Along) -> torch.Tensor:
     """The whole along one dim, from the parts of all ranks; those are stacked along dim 0."""
     axis, dim = along.axis, along.dim + 1
+    if not along.is_even:
+        pieces = [piece.narrow(along.dim, 0, len(along.rows_of(rank))) for rank, piece in enumerate(stacked)]
+        return _joined(pieces, along.dim)
     found = []
     equal = len(set(along.parts)) == 1
     groups = [along.parts] if equal else [(part,) for part in along.parts]
@@ -203,14 +224,24 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, along: Along) -> torch.Tensor:
         ctx.along = along
-        return put_together(all_gather(part, along.axis), along)
+        return put_together(all_gather(_padded(part, along), along.axis), along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         axis = ctx.along.axis
-        parts = torch.stack([take(gradient, ctx.along, rank) for rank in range(axis.size)])
-        mine = collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)
-        return collectives.wait_tensor(mine).squeeze(0), None
+        parts = torch.stack([_padded(take(gradient, ctx.along, rank), ctx.along) for rank in range(axis.size)])
+        mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
+        return mine.narrow(ctx.along.dim, 0, ctx.along.own), None
+
+
+def _padded(part: torch.Tensor, along: Along) -> torch.Tensor:
+    """A part as long as that of the first rank."""
+    missing = len(along.rows_of(0)) - part.shape[along.dim]
+    if along.is_even or not missing:
+        return part
+    return torch.cat(
+        [part, part.new_zeros([missing if dim == along.dim else n for dim, n in enumerate(part.shape)])], along.dim
+    )
 
 
 def all_reduce(part: torch.Tensor, how: str, axis: Axis) -> torch.Tensor:

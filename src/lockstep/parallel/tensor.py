@@ -140,7 +140,7 @@ def row(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Ten
 
 def vocabulary(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Tensor:
     """A table of which this rank has some rows."""
-    first, count = axis.rank * (sum(parts) // axis.size), len(module.weight)
+    first, count = Along(axis, 0, parts).rows_of(axis.rank).start, len(module.weight)
     elsewhere = (input < first) | (input >= first + count)
     padding = module.padding_idx
     own_padding = padding - first if padding is not None and first <= padding < first + count else None

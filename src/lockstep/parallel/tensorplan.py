@@ -8,16 +8,15 @@ the whole, the matrices it came from stay whole, with that as the reason, and th
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
+from lockstep.parallel.context import no_shortcuts
 from lockstep.parallel.crossing import user_line
 from lockstep.parallel.cut import Along, Following, Parts, along_of
 from lockstep.parallel.forward import replace_call
@@ -27,8 +26,7 @@ from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_li
 from lockstep.parallel.trees import tensors_of
 from lockstep.runtime.axis import Axis
 
-ROLES = ("column", "row", "whole")
-"""What `tensor.roles` may say of a module."""
+SAID = "tensor.roles says so"
 
 WORTH_CUTTING = 0.01
 """A table of embeddings that holds less than this share of a model stays whole."""
@@ -163,9 +161,15 @@ class _Finder:
         self._tried: dict[str, set[Parts]] = {}
         self._divisors: dict[str, str] = {}
         self._stated = self._stated_roles(stated)
+        self._hints = _own_plan(model, self._candidates)
+        for name in self._candidates:
+            if borders and not any(name == border or name.startswith(f"{border}.") for border in borders):
+                self._whole[name] = "it is outside of the parts of the pipeline"
+            elif self._hints and self._is_inside(name) and name not in self._hints and name not in self._stated:
+                self._whole[name] = "the model's own plan leaves it whole"
         for name, kind in self._stated.items():
             if kind == "whole":
-                self._whole[name] = "tensor.roles says so"
+                self._whole[name] = SAID
         for name, module in self._candidates.items():
             if reason := _unfit(module):
                 self._whole[name] = reason
@@ -185,6 +189,10 @@ class _Finder:
             whole = {name: why for name, why in self._whole.items() if name not in trial.roles}
             return TensorPlan(trial.roles, trial.partners, whole, trial.sizes)
         raise AssertionError("every failed trial leaves one matrix more whole")
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether a module is in a block."""
+        return any(name == block or name.startswith(f"{block}.") for block in self._blocks)
 
     def _stated_roles(self, stated: Mapping[str, str]) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -228,7 +236,7 @@ class _Finder:
     def _returns(self, name: str) -> int:
         module: Any = self._candidates[name]
         if isinstance(module, nn.MultiheadAttention):
-            return module.embed_dim
+            return int(module.embed_dim)
         return int(features(module)[1] if is_linear(module) else len(module.weight))
 
     def _run(self, trial: Trial) -> None:
@@ -240,7 +248,7 @@ class _Finder:
             undo.append(replace_call(module, self._called(trial, axis, name)))
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders]
         try:
-            with without_data(), _no_shortcuts(), uses:
+            with without_data(), no_shortcuts(), uses:
                 self._look(self._model)
         finally:
             for one in reversed(undo):
@@ -275,7 +283,7 @@ class _Finder:
         value = args[0] if args else kwargs["input"]
         cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
         if cut is not None and cut.dim == value.dim() - 1:
-            if name in self._whole and self._whole[name] == "tensor.roles says so":
+            if self._whole.get(name) == SAID:
                 raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is whole")
             if self._stated.get(name) == "column":
                 raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is a column")
@@ -287,7 +295,7 @@ class _Finder:
             return row(module, axis, cut.parts, value)
         if cut is not None:
             return module._call_impl(*args, **kwargs)
-        if self._stated.get(name) == "row":
+        if self._stated.get(name, self._hints.get(name)) == "row" and name not in self._whole:
             self._set(trial, name, Role("row", (features(module)[0],)))
             trial.must_divide(name, features(module)[0], "features")
             return row(module, axis, (features(module)[0],), value)
@@ -315,8 +323,6 @@ class _Finder:
                 continue
             if name not in tied and module.weight.numel() < WORTH_CUTTING * total:
                 self._whole[name] = "a small table"
-            elif name not in tied and len(module.weight) % self._tp:
-                self._whole[name] = f"{self._tp} ranks cannot share its {len(module.weight)} rows evenly"
             else:
                 trial.roles[name] = Role("vocabulary", (len(module.weight),))
 
@@ -347,13 +353,34 @@ class _Finder:
             for size, what in sizes:
                 if size % self._tp == 0:
                     continue
-                inside = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
-                if what != "heads" and (not inside or not self._blocks):
+                inside = self._is_inside(name)
+                if (
+                    not inside
+                    and name not in trial.partners
+                    and trial.roles[name].parts == (size,)
+                    and size >= self._tp
+                ):
+                    continue  # the scores of a vocabulary, which may be shared out unevenly
+                if what != "heads" and not inside:
                     raise CannotCutError([frozenset([name])], f"{self._tp} ranks cannot share its {size} {what} evenly")
                 raise UserError(
                     f"{name} cannot be cut for tp={self._tp}: tp must divide {size} {what}: {divisors(size)}",
                     f'use one of these sizes, or leave the module whole: --set \'tensor.roles={{"{name}": "whole"}}\'',
                 )
+
+
+def _own_plan(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What a model of Hugging Face's library says itself of how its matrices are cut."""
+    kinds = {"colwise": "column", "rowwise": "row"}
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        stated = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if stated and getattr(module, "base_model", None) is module:
+            for pattern, kind in stated.items():
+                full = f"{prefix}.{pattern}".lstrip(".")
+                named = [name for name in candidates if fnmatch.fnmatchcase(name, full)]
+                found |= dict.fromkeys(named, kinds[kind]) if kind in kinds else {}
+    return found
 
 
 def divisors(number: int) -> str:
@@ -381,14 +408,3 @@ def _refuse_cut_results(_: nn.Module, __: Any, output: Any) -> None:
     for tensor in tensors_of(output):
         for one in along_of(tensor):
             one.axis.observer.cannot([one], "it leaves a part of the pipeline", None)
-
-
-@contextmanager
-def _no_shortcuts() -> Iterator[None]:
-    """torch's own transformer layers skip their modules where no gradients are wanted."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -72,7 +72,7 @@ class _ClassLoss(torch.autograd.Function):
         if axis.size > 1:
             most = all_reduce(most, "max", axis)
         scores = scores - most[..., None]
-        first = axis.rank * (along.size // axis.size)
+        first = along.rows_of(axis.rank).start
         here = (target >= first) & (target < first + scores.shape[-1])
         own = (target - first).masked_fill(~here, 0)
         picked = scores.gather(-1, own[..., None]).squeeze(-1).masked_fill(~here, 0.0)

@@ -121,7 +121,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if p > 0:
         return _attention_with_dropout(query, key, value, bias, p, causal, scale, grouped)
-    heads, rows = query.dim() - 3, query.dim() - 2
+    rows = query.dim() - 2
     by_head = [one for one in along_of(query) if one.dim < rows]
     by_row = [one for one in along_of(query) if one.dim == rows]
     if any(one.dim > rows for one in along_of(query)):
@@ -152,8 +152,8 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _causal_rows(func, part, keys[0], keys[1], by_row[0], options)
     else:
         result = func(part, *keys, attn_mask=bias, is_causal=causal, **options)
-    assert heads >= -1
-    return mark(result, along_of(query))
+    origins = frozenset().union(*(one.origins for operand in (query, key, value) for one in along_of(operand)))
+    return mark(result, [one._replace(origins=one.origins and origins) for one in along_of(query)])
 
 
 def _causal_rows(

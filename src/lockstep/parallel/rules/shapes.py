@@ -58,12 +58,12 @@ def reshaped(value: torch.Tensor, target: Sequence[int]) -> Any:
         if place is None:
             return cannot([one], f"its {one.size} values cannot be divided in the shape {tuple(sizes)}")
         dim, parts = place
-        if any(part % one.axis.chunks for part in parts):
+        if parts != one.parts and not one.at(dim, parts).is_even:
             return NotImplemented
         if one.axis.observer is not None and parts != one.parts:
             for part in set(parts):
                 one.axis.observer.divides(one, part, "heads" if len(sizes) > len(shape) else "features")
-        own[dim] = sizes[dim] // one.axis.size
+        own[dim] = one.at(dim, parts).own
         along.append(one.at(dim, parts))
     return mark(plain(value).reshape(own), along)
 
