@@ -148,6 +148,9 @@ class TensorConfig(Section):
     roles: dict[str, Literal["column", "row", "whole"]] = Field(
         {}, description="how modules are cut, by patterns of their names; the others are found out (docs/tensor.md)"
     )
+    sequence: Literal["auto", "on", "off"] = Field(
+        "auto", description="whether norms and residuals work on some tokens a rank; auto: on GPUs, where it goes"
+    )
 
 
 class LaunchConfig(Section):

@@ -163,7 +163,7 @@ def parallelize(
         if layout.cp > 1:
             plan_context(skeleton, look, layout.cp)
         if (axis := comm.cut_axis("tp")) is not None:
-            plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp)
+            plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, (), cuts_tokens(cutting, device))
             built, slices = cut_matrices(built, plan, axis)
     model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
@@ -302,14 +302,15 @@ def build_and_plan(
     planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
     if layout.tp > 1:
         borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
-        tensor = plan_tensor(planned.skeleton, look, cutting.tensor.roles, layout.tp, borders)
+        tokens = cuts_tokens(cutting, device)
+        tensor = plan_tensor(planned.skeleton, look, cutting.tensor.roles, layout.tp, borders, tokens)
         planned = replace(planned, tensor=tensor)
     return built, planned
 
 
 def cut_matrices(built: Built, plan: TensorPlan, axis: Axis) -> tuple[Built, dict[str, Slice]]:
     """Leave of every matrix that the plan cuts the part of this rank; what initial values are still to come as well."""
-    slices = cut_modules(built.model, plan.roles, axis)
+    slices = cut_modules(built.model, plan.roles, axis._replace(sequence=plan.sequence))
     source = built.tensors
     if source is None:
         return built, slices
@@ -320,6 +321,12 @@ def cut_matrices(built: Built, plan: TensorPlan, axis: Axis) -> tuple[Built, dic
             yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
 
     return Built(built.model, parts), slices
+
+
+def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:
+    """Whether tokens are to be cut between matrices: on GPUs, where it saves memory at no cost in traffic."""
+    asked = cutting.tensor.sequence
+    return asked == "on" or (asked == "auto" and device.type == "cuda")
 
 
 def as_a_team(

@@ -190,6 +190,14 @@ def add_up(part: torch.Tensor, axis: Axis) -> torch.Tensor:
     return total
 
 
+def add_up_apart(part: torch.Tensor, along: Along) -> torch.Tensor:
+    """The sum of what the ranks have, of which each keeps its part along a dim."""
+    if along.axis.size == 1:
+        return part
+    mine: torch.Tensor = _SumApart.apply(part, along)
+    return mine
+
+
 def whole_of(value: torch.Tensor) -> torch.Tensor:
     """A tensor, gathered along every dim it is cut in; called where a Cut is its own part."""
     part = plain(value)
@@ -228,10 +236,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        axis = ctx.along.axis
-        parts = torch.stack([_padded(take(gradient, ctx.along, rank), ctx.along) for rank in range(axis.size)])
-        mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
-        return mine.narrow(ctx.along.dim, 0, ctx.along.own), None
+        return reduce_scatter(gradient, ctx.along), None
+
+
+class _SumApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, along: Along) -> torch.Tensor:
+        ctx.along = along
+        return reduce_scatter(part, along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return put_together(all_gather(_padded(gradient, ctx.along), ctx.along.axis), ctx.along), None
 
 
 def _padded(part: torch.Tensor, along: Along) -> torch.Tensor:
@@ -249,6 +265,15 @@ def all_reduce(part: torch.Tensor, how: str, axis: Axis) -> torch.Tensor:
     # Contiguous: gloo touches the wrong elements of any other tensor.
     total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(part.contiguous(), how, axis.group))
     return total
+
+
+def reduce_scatter(part: torch.Tensor, along: Along) -> torch.Tensor:
+    """This rank's part, along a dim, of the sum of what all ranks have; without a derivative."""
+    axis = along.axis
+    parts = torch.stack([_padded(take(part, along, rank), along) for rank in range(axis.size)])
+    mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
+    own: torch.Tensor = mine.narrow(along.dim, 0, along.own)
+    return own
 
 
 def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.parallel.cut import Along, Parts, add_up, along_of, gather, mark, plain, take
+from lockstep.parallel.cut import Along, Parts, add_up, add_up_apart, along_of, gather, mark, plain, take
 from lockstep.parallel.forward import Forward, replace_forward
 from lockstep.runtime.axis import Axis
 
@@ -123,7 +123,7 @@ def _forward_of(role: Role, axis: Axis, _: Forward) -> Forward:
 
 def column(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Tensor:
     """A matrix of which this rank has some columns: it returns some of the values."""
-    result = F.linear(input, _matrix(module), module.bias)
+    result = F.linear(gathered(input, axis), _matrix(module), module.bias)
     return marked(result, Along(axis, result.dim() - 1, parts, _origins(axis, module)))
 
 
@@ -134,7 +134,7 @@ def row(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Ten
         part = mark(take(plain(input), Along(axis, input.dim() - 1, parts)), rest)
     else:
         part = mark(plain(input), rest)
-    result = summed(F.linear(part, _matrix(module)), axis)
+    result = joined(F.linear(part, _matrix(module)), axis)
     return result if module.bias is None else result + module.bias
 
 
@@ -163,6 +163,7 @@ def heads(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """torch's own attention module, on this rank's heads. Its forward hands the matrices to one large function."""
     along = partial(Along, axis, parts=(module.embed_dim,), origins=_origins(axis, module))
+    query, key, value = (gathered(one, axis) for one in (query, key, value))
     batched = query.dim() == 3
     if not batched:
         query, key, value = (one.unsqueeze(1) for one in (query, key, value))
@@ -192,7 +193,7 @@ def heads(
         mixed = F.scaled_dot_product_attention(parted[0], parted[1], parted[2], mask, p)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # as torch lays it out in memory, which dropout masks depend on
     rest = tuple(one for one in along_of(mixed) if one.axis.name != axis.name)
-    result = summed(F.linear(mark(plain(mixed), rest), module.out_proj.weight), axis)
+    result = joined(F.linear(mark(plain(mixed), rest), module.out_proj.weight), axis)
     if module.out_proj.bias is not None:
         result = result + module.out_proj.bias
     if module.batch_first and batched:
@@ -238,6 +239,31 @@ def _of_all_heads(shares: torch.Tensor, axis: Axis, average: bool) -> torch.Tens
 def marked(part: torch.Tensor, along: Along) -> torch.Tensor:
     """A tensor, cut along one more dim."""
     return mark(plain(part), (*along_of(part), along))
+
+
+def joined(part: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over ranks of what a matrix cut by rows returns: on each of them, or, where the axis says so, apart.
+
+    Apart means that each rank keeps some tokens, and norms and residuals work on those (sequence parallelism).
+    """
+    length = 1 if part.dim() < 3 else list(part.shape)[1]
+    if not axis.sequence or length % axis.size or length == 1 or any(one.dim == 1 for one in along_of(part)):
+        return summed(part, axis)
+    along = Along(axis, 1, (length,))
+    return mark(add_up_apart(plain(part), along), (*along_of(part), along))
+
+
+def gathered(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A tensor of whose tokens ranks have some each, with all of them: once for all matrices that take it in."""
+    cut = next((one for one in along_of(value) if one.axis.name == axis.name), None)
+    if cut is None:
+        return value
+    kept: Any = value
+    if not hasattr(kept, "gathered"):
+        rest = tuple(one for one in along_of(value) if one is not cut)
+        kept.gathered = mark(gather(plain(value), cut), rest)
+    whole: torch.Tensor = kept.gathered
+    return whole
 
 
 def summed(part: torch.Tensor, axis: Axis) -> torch.Tensor:

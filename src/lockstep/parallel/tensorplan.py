@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,10 @@ class TensorPlan:
     """Why a matrix stays whole."""
     sizes: dict[str, list[tuple[int, str]]]
     """What the number of ranks has to divide, for each module."""
+    sequence: bool
+    """Whether what is between the matrices is cut by tokens."""
+    why: str
+    """Why it is, or is not."""
 
 
 class CannotCutError(Exception):
@@ -114,14 +118,19 @@ def plan_tensor(
     stated: Mapping[str, str],
     tp: int,
     borders: Sequence[str] = (),
+    sequence: bool = False,
 ) -> TensorPlan:
     """Find the matrices of a model that `tp` ranks can share.
 
     `skeleton` is the model without data, `stated` are roles by patterns of names. What leaves a module of `borders` is
-    whole.
+    whole. With `sequence`, what is between the matrices is cut by tokens where that is possible.
     """
     finder = _Finder(skeleton, look, stated, tp, borders)
     plan = finder.find()
+    if sequence and not borders:
+        plan = finder.with_sequence(plan)
+    elif sequence:
+        plan = replace(plan, why="what crosses from stage to stage of a pipeline is whole")
     blocks = [name for name, _ in find_blocks(skeleton)]
     inside = [name for name in plan.roles if any(name.startswith(f"{block}.") or name == block for block in blocks)]
     if not plan.roles or (blocks and not inside):
@@ -187,8 +196,18 @@ class _Finder:
                 self._learn(found)
                 continue
             whole = {name: why for name, why in self._whole.items() if name not in trial.roles}
-            return TensorPlan(trial.roles, trial.partners, whole, trial.sizes)
+            return TensorPlan(trial.roles, trial.partners, whole, trial.sizes, False, "tensor.sequence is off")
         raise AssertionError("every failed trial leaves one matrix more whole")
+
+    def with_sequence(self, plan: TensorPlan) -> TensorPlan:
+        """The same plan with tokens cut between the matrices, if a forward goes through so."""
+        trial = Trial(self._names)
+        try:
+            self._run(trial, sequence=True)
+        except CannotCutError as found:
+            return replace(plan, why=found.reason)
+        same = all(plan.roles.get(name) == role for name, role in trial.roles.items())
+        return replace(plan, sequence=same, why="" if same else "other matrices could be cut then")
 
     def _is_inside(self, name: str) -> bool:
         """Whether a module is in a block."""
@@ -239,8 +258,8 @@ class _Finder:
             return int(module.embed_dim)
         return int(features(module)[1] if is_linear(module) else len(module.weight))
 
-    def _run(self, trial: Trial) -> None:
-        axis = Axis("tp", 1, 0, observer=trial)
+    def _run(self, trial: Trial, sequence: bool = False) -> None:
+        axis = Axis("tp", 1, 0, sequence=sequence, observer=trial)
         undo = []
         owners = {id(parameter): name for name, module in self._candidates.items() for parameter in module.parameters()}
         uses = _Uses(trial, owners)
@@ -282,7 +301,7 @@ class _Finder:
             return heads(module, axis, (module.embed_dim,), *args, **kwargs)
         value = args[0] if args else kwargs["input"]
         cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
-        if cut is not None and cut.dim == value.dim() - 1:
+        if cut is not None and cut.dim == value.dim() - 1 and cut.origins:
             if self._whole.get(name) == SAID:
                 raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is whole")
             if self._stated.get(name) == "column":
@@ -293,7 +312,7 @@ class _Finder:
                 trial.divides(cut, part, "features")
             self._set(trial, name, Role("row", cut.parts), cut)
             return row(module, axis, cut.parts, value)
-        if cut is not None:
+        if cut is not None and cut.origins:
             return module._call_impl(*args, **kwargs)
         if self._stated.get(name, self._hints.get(name)) == "row" and name not in self._whole:
             self._set(trial, name, Role("row", (features(module)[0],)))

@@ -15,6 +15,8 @@ class Axis(NamedTuple):
     """The name of its process group."""
     zigzag: bool = False
     """Two chunks a rank, one from each end: under a causal mask all ranks then have the same work."""
+    sequence: bool = False
+    """Whether ranks that share matrices share the tokens between them, too."""
     observer: Any = None
 
     @property

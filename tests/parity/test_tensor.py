@@ -1,0 +1,719 @@
+"""The parity table of tp, cp and their mixes: ranks that compute one forward together give the numbers of one process.
+
+A cell is a layout and what is trained on it: with dropout or without, recomputed, in bf16, with other optimizers, with
+a frozen part. Every cell is trained for 20 steps with clipping, accumulation, a tied embedding and ragged labels, and
+compared with one process that sees the same logical micro-batches; dropout masks are those of one process too. Tensors
+are compared whole, and ranks that hold the same parameter have to agree on it to the bit. The largest differences of
+every cell are printed at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import Dataset
+
+from lockstep.config import Format, Schedule
+from lockstep.data.order import sample_ids
+from lockstep.engine import Engine
+from lockstep.layout import Layout
+from lockstep.run import Run
+from lockstep.scoring import Metric
+from tests.parity.problems import (
+    IGNORED,
+    SEED,
+    Batch,
+    Tensors,
+    adamw,
+    disagreeing_gradients,
+    fingerprint,
+    gradients,
+    join,
+    sgd,
+    text_loss,
+    unfinished,
+    weights,
+)
+from tests.ranks import Job, RankPool
+
+STEPS = 20
+GLOBAL_BATCH = 16
+SIZE = 4 * GLOBAL_BATCH + 13
+"""The last step of an epoch has a smaller micro-batch at its end."""
+CLIP = 0.3
+DROPOUT = 0.2
+
+LENGTH = 16
+VOCABULARY = 32
+WIDTH = 32
+HEADS = 8
+KEY_HEADS = 4
+HIDDEN = 48
+
+LOSS = {"fp32": 1e-6, "bf16": 2e-3}
+"""Allowed difference of a step's loss, relative to the loss or to 1, whichever is more."""
+NORM = {"fp32": 1e-5, "bf16": 2e-3}
+"""Allowed difference of the norm of the first gradient, relative."""
+ROUNDED_GRADIENT = 3e-2
+"""Allowed difference of a gradient in bf16, relative in norm: every rank rounds its own share of a sum."""
+WEIGHTS = {"fp32": 3e-5, "bf16": 1e-2}
+"""Allowed difference of a parameter after the last step, relative to how far the training moved it, both in norm."""
+
+
+# ---- The model and its data
+
+
+class Attention(nn.Module):
+    """Causal attention with rotated queries and keys, two query heads to a key; `fused`: one matrix for all three."""
+
+    def __init__(self, dropout: float, fused: bool) -> None:
+        super().__init__()
+        self.head = WIDTH // HEADS
+        self.sizes = [WIDTH, KEY_HEADS * self.head, KEY_HEADS * self.head]
+        if fused:
+            self.qkv = nn.Linear(WIDTH, sum(self.sizes))
+        else:
+            self.query, self.key, self.value = (nn.Linear(WIDTH, size) for size in self.sizes)
+        self.fused = fused
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.p = dropout
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        all_three = self.qkv(x).split(self.sizes, dim=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
+        query, key, value = (one.view(batch, length, -1, self.head).transpose(1, 2) for one in all_three)
+        mixed = F.scaled_dot_product_attention(
+            rotated(query, cos, sin),
+            rotated(key, cos, sin),
+            value,
+            dropout_p=self.p if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))  # type: ignore[no-any-return]
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, dropout: float, fused: bool) -> None:
+        super().__init__()
+        if fused:
+            self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
+        else:
+            self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.fused = fused
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1) if self.fused else (self.gate(x), self.up(x))
+        return self.down(self.dropout(F.silu(gate) * up))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, fused: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(WIDTH)
+        self.attention = Attention(dropout, fused)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = GatedMLP(dropout, fused)
+        self.p = dropout
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        # Not one module called twice: CommDebugMode cannot follow that.
+        x = x + F.dropout(self.attention(self.norm1(x), cos, sin), self.p, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.p, self.training)
+
+
+class GPT(nn.Module):
+    """Embedding and head are one weight; the rotations are buffers that no checkpoint of the model itself would hold.
+
+    `dropout` acts on values that are cut and on values that are whole, and inside of attention.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, depth: int = 2, dropout: float = 0.0, fused: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        self.embedding.weight.requires_grad_(not frozen)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(dropout, fused) for _ in range(depth))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        half = WIDTH // HEADS // 2
+        angles = torch.arange(LENGTH)[:, None] / 100.0 ** (torch.arange(half)[None] / half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        x = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x, self.cos[:length], self.sin[:length])
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Texts(Dataset[Batch]):
+    """Token sequences with a next-token label for only a part of each, and for none of the end of the second step."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        draw = torch.Generator().manual_seed(1234)
+        self.tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=draw)
+        self.labels = self.tokens[:, 1:].clone()
+        counted = torch.randint(1, LENGTH + 1, (size, 1), generator=draw)
+        counted[::9] = 0
+        if size >= 2 * GLOBAL_BATCH:
+            end_of_second_step = np.arange(GLOBAL_BATCH + GLOBAL_BATCH // 2, 2 * GLOBAL_BATCH, dtype=np.int64)
+            counted[torch.from_numpy(sample_ids(end_of_second_step, size, SEED, 0))] = 0
+        self.labels[torch.arange(LENGTH) >= counted] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"x": self.tokens[index, :-1], "y": self.labels[index]}
+
+
+# ---- The table
+
+Optimizer = Literal["adamw", "fused adamw", "sgd"]
+OPTIMIZERS: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(adamw, foreach=True),
+    "fused adamw": partial(adamw, fused=True),
+    "sgd": sgd,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    layout: str
+    level: str = "zero3"
+    schedule: Schedule = "1f1b"
+    micro_batches: int = 2
+    """Of a full step, on every data rank."""
+    precision: Format = "fp32"
+    dropout: float = 0.0
+    fused: bool = False
+    frozen: bool = False
+    recompute: bool = False
+    optimizer: Optimizer = "adamw"
+    depth: int = 2
+    slow: bool = field(default=False, compare=False)
+
+    @property
+    def micro_batch(self) -> int:
+        return GLOBAL_BATCH // (Layout.parse(self.layout).data_size * self.micro_batches)
+
+    @property
+    def world_size(self) -> int:
+        return Layout.parse(self.layout).world_size
+
+    @property
+    def place(self) -> str:
+        level = f" {self.level}" if "fsdp" in self.layout else ""
+        return f"{self.layout}{level}{f' {self.schedule}' if 'pp' in self.layout else ''}"
+
+    @property
+    def variant(self) -> str:
+        said = {
+            self.precision: self.precision != "fp32",
+            "dropout": self.dropout > 0,
+            "fused matrices": self.fused,
+            "frozen": self.frozen,
+            "recompute": self.recompute,
+            self.optimizer: self.optimizer != "adamw",
+        }
+        return " ".join(word for word, is_said in said.items() if is_said)
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.variant}".strip().replace(" ", "-")
+
+
+# fmt: off
+CELLS = [
+    Cell("tp=2"),
+    Cell("tp=2",             dropout=DROPOUT),
+    Cell("tp=2",             fused=True),
+    Cell("tp=2",             frozen=True),
+    Cell("tp=2",             recompute=True, dropout=DROPOUT),
+    Cell("tp=2",             precision="bf16"),
+    Cell("tp=2",             optimizer="sgd"),
+    Cell("tp=2",             optimizer="fused adamw"),
+    Cell("tp=4"),
+    Cell("tp=4",             fused=True, dropout=DROPOUT, slow=True),
+    Cell("cp=2"),
+    Cell("cp=2",             dropout=DROPOUT),
+    Cell("cp=2",             recompute=True, dropout=DROPOUT),
+    Cell("cp=2",             precision="bf16"),
+    Cell("cp=4",             slow=True),
+    Cell("cp=4",             dropout=DROPOUT, slow=True),
+    Cell("dp=2,tp=2"),
+    Cell("dp=2,cp=2"),
+    Cell("cp=2,tp=2"),
+    Cell("cp=2,tp=2",        dropout=DROPOUT),
+    Cell("fsdp=2,tp=2",      "zero1"),
+    Cell("fsdp=2,tp=2",      "zero2"),
+    Cell("fsdp=2,tp=2",      "zero3"),
+    Cell("fsdp=2,tp=2",      "zero3", fused=True, slow=True),
+    Cell("fsdp=2,tp=2",      "zero3", frozen=True),
+    Cell("fsdp=2,tp=2",      "zero1", frozen=True, slow=True),
+    Cell("fsdp=2,tp=2",      "zero3", recompute=True, dropout=DROPOUT),
+    Cell("fsdp=2,cp=2",      "zero1"),
+    Cell("fsdp=2,cp=2",      "zero2"),
+    Cell("fsdp=2,cp=2",      "zero3"),
+    Cell("pp=2,tp=2",        schedule="1f1b", depth=4),
+    Cell("pp=2,tp=2",        schedule="1f1b", depth=4, dropout=DROPOUT, slow=True),
+    Cell("pp=2,tp=2",        schedule="zbv", depth=4),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b", depth=4),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "interleaved-zero-bubble", depth=4, slow=True),
+    Cell("dp=2,fsdp=2,tp=2", "zero3", slow=True),
+    Cell("pp=2,dp=2,tp=2",   schedule="1f1b", depth=4, slow=True),
+    Cell("fsdp=2,cp=2,tp=2", "zero3", slow=True),
+]
+# fmt: on
+
+
+def each(cells: list[Cell]) -> pytest.MarkDecorator:
+    marked = [pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.slow else []) for cell in cells]
+    return pytest.mark.parametrize("cell", marked)
+
+
+each_cell = each(CELLS)
+
+
+# ---- What runs in a rank
+
+
+@dataclass
+class Record:
+    """What one rank saw of one training; the tensors are whole ones, of the parameters that the rank holds."""
+
+    steps: list[dict[str, Any]]
+    ids: list[list[int]]
+    forwards: list[int]
+    gradients: Tensors
+    initial: Tensors
+    final: Tensors
+    stored: dict[str, int]
+    """How many numbers of each parameter this rank has in memory."""
+    seconds: float = 0.0
+
+
+def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
+    """One training for each cell, one after another in the same processes."""
+    with join(job, layout) as run:
+        return [train_one(run, cell) for cell in cells]
+
+
+def train_one(run: Run, cell: Cell) -> Record:
+    started = time.monotonic()
+    engine = run.setup(
+        partial(GPT, cell.depth, cell.dropout, cell.fused, cell.frozen),
+        text_loss,
+        optimizer=OPTIMIZERS[cell.optimizer],
+        clip=CLIP,
+        precision=cell.precision,
+        recompute=cell.recompute,
+        shard={"level": cell.level},
+        pipeline={"schedule": cell.schedule},
+    )
+    loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=STEPS, workers=0)
+    seen = Record([], [], [], {}, held(engine), {}, stored(engine))
+    for batch in loader:
+        out = engine.step(batch)
+        seen.steps.append(
+            {"loss": out.loss, "weight": out.weight, "norm": out.grad_norm.item(), "lr": out.lr, "skip": out.skipped}
+        )
+        counting = [part for part in batch.micro_batches if not part.filler]
+        seen.ids.append([sample for part in counting for sample in part.ids])
+        seen.forwards.append(len(counting))
+        if out.step == 1:
+            seen.gradients = gradients(engine)
+    seen.final = held(engine)
+    seen.seconds = time.monotonic() - started
+    return seen
+
+
+def held(engine: Engine) -> Tensors:
+    return {name: engine.whole(name, parameter).detach().clone() for name, parameter in engine.stored}
+
+
+def stored(engine: Engine) -> dict[str, int]:
+    data = {name: parameter.data for name, parameter in engine.stored}
+    return {name: (one.to_local() if isinstance(one, DTensor) else one).numel() for name, one in data.items()}
+
+
+def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
+    """Every rank trains some of them in a run of its own, in one process."""
+    alone = replace(job, rank=0, world_size=1, folder=job.folder / str(job.rank))
+    with join(alone, "single") as run:
+        return {cell: train_one(run, cell) for cell in cells[job.rank :: job.world_size]}
+
+
+# ---- Each training once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest differences between a cell and one process."""
+
+    loss: float
+    gradient: float
+    norm: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A cell's records of all ranks, beside that of one process."""
+
+    ranks: list[Record]
+    reference: Record
+
+    @cached_property
+    def gradients(self) -> Tensors:
+        return union([record.gradients for record in self.ranks])
+
+    @cached_property
+    def initial(self) -> Tensors:
+        return union([record.initial for record in self.ranks])
+
+    @cached_property
+    def final(self) -> Tensors:
+        return union([record.final for record in self.ranks])
+
+    @property
+    def difference(self) -> Difference:
+        pairs = list(zip(self.ranks[0].steps, self.reference.steps, strict=True))
+        return Difference(
+            loss=max(abs(a["loss"] - b["loss"]) / max(1.0, abs(b["loss"])) for a, b in pairs),
+            gradient=max(self.gradients_apart().values()),
+            norm=max(abs(a["norm"] / b["norm"] - 1) for a, b in pairs),
+            weights=max(self.moved_apart().values()),
+        )
+
+    def gradients_apart(self) -> dict[str, float]:
+        """How far each gradient is from that of one process, in units of its norm; those that carry a signal."""
+        theirs = self.reference.gradients
+        whole = torch.stack([grad.norm() for grad in theirs.values()]).norm()
+        with_signal = [name for name, grad in theirs.items() if grad.norm() > 1e-6 * whole]
+        return {name: relative(self.gradients[name], theirs[name], theirs[name].norm()) for name in with_signal}
+
+    def moved_apart(self) -> dict[str, float]:
+        """How far each parameter is from where one process moved it, in units of that move."""
+        found = {}
+        for name, start in self.reference.initial.items():
+            ours, theirs = self.final[name], self.reference.final[name]
+            move = (theirs.double() - start.double()).norm()
+            found[name] = 0.0 if ours.equal(theirs) else relative(ours, theirs, move)
+        return found
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor, unit: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / unit.double())
+
+
+def union(parts: list[Tensors]) -> Tensors:
+    """The tensors of all ranks; those that several of them hold have to be the same."""
+    whole: Tensors = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert whole.setdefault(name, tensor).equal(tensor), f"ranks differ in {name}"
+    return whole
+
+
+class Table:
+    """Trains the cells of a layout when the first of them is asked for, and the references likewise.
+
+    The slow ones apart, since most sessions do not ask for them.
+    """
+
+    def __init__(self, ranks: RankPool) -> None:
+        self._ranks = ranks
+        self._cells: dict[Cell, list[Record] | BaseException] = {}
+        self._references: dict[Cell, Record] = {}
+
+    def __getitem__(self, cell: Cell) -> Trained:
+        if cell not in self._cells:
+            self._train([other for other in CELLS if (other.layout, other.slow) == (cell.layout, cell.slow)])
+        found = self._cells[cell]
+        if isinstance(found, BaseException):
+            raise found
+        return Trained(found, self.reference(cell))
+
+    def reference(self, cell: Cell) -> Record:
+        """One process with the same logical micro-batches."""
+        if in_one_process(cell) not in self._references:
+            wanted = {in_one_process(other) for other in CELLS if other.slow == cell.slow} - self._references.keys()
+            by_work = sorted(wanted, key=lambda one: (one.micro_batch, one.depth, str(one)))
+            for some in self._ranks.run(train_references, 2, by_work, timeout=100):
+                self._references |= some
+        return self._references[in_one_process(cell)]
+
+    def trained(self) -> list[Cell]:
+        return [cell for cell in CELLS if isinstance(self._cells.get(cell), list)]
+
+    def _train(self, cells: list[Cell]) -> None:
+        try:
+            by_rank = self._ranks.run(train, cells[0].world_size, cells[0].layout, cells, timeout=100)
+        except AssertionError as error:
+            if len(cells) == 1:  # once, not again for every test of the cell
+                self._cells[cells[0]] = error
+            else:  # the others are not to blame
+                for cell in cells:
+                    self._train([cell])
+        else:
+            self._cells |= {cell: list(records) for cell, *records in zip(cells, *by_rank, strict=True)}
+
+
+def in_one_process(cell: Cell) -> Cell:
+    return replace(
+        cell,
+        layout="single",
+        level="zero3",
+        schedule="1f1b",
+        micro_batches=GLOBAL_BATCH // cell.micro_batch,
+        recompute=False,
+        slow=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def table(ranks: RankPool) -> Table:
+    return Table(ranks)
+
+
+# ---- The promises
+
+
+@each_cell
+def test_every_rank_reports_the_steps_of_one_process(table: Table, cell: Cell) -> None:
+    trained = table[cell]
+    ours, theirs = trained.ranks[0].steps, trained.reference.steps
+    assert all(other.steps == ours for other in trained.ranks)
+    assert [step["weight"] for step in ours] == [step["weight"] for step in theirs]
+    assert [step["lr"] for step in ours] == [step["lr"] for step in theirs]
+    assert not any(step["skip"] for step in ours)
+    for number, (step, expected) in enumerate(zip(ours, theirs, strict=True)):
+        allowed = LOSS[cell.precision] * max(1.0, abs(expected["loss"]))
+        assert step["loss"] == pytest.approx(expected["loss"], abs=allowed), f"step {number}"
+    assert ours[0]["norm"] == pytest.approx(theirs[0]["norm"], rel=NORM[cell.precision])
+    assert min(step["norm"] for step in ours) > CLIP, "clipping acts"
+    assert ours[-1]["loss"] < ours[0]["loss"]
+
+
+@each_cell
+def test_the_data_ranks_together_read_what_one_process_reads(table: Table, cell: Cell) -> None:
+    trained, layout = table[cell], Layout.parse(cell.layout)
+    readers: dict[int, Record] = {}
+    for rank, record in enumerate(trained.ranks):
+        same = readers.setdefault(layout.data_rank(rank), record)
+        assert (record.ids, record.forwards) == (same.ids, same.forwards)
+    by_step = zip(*(readers[number].ids for number in range(layout.data_size)), strict=True)
+    assert [[sample for part in step for sample in part] for step in by_step] == trained.reference.ids
+    assert {record.forwards[0] for record in trained.ranks} == {cell.micro_batches}
+
+
+@each_cell
+def test_first_gradients_equal_those_of_one_process(table: Table, cell: Cell) -> None:
+    trained = table[cell]
+    if cell.precision == "fp32":
+        assert list(disagreeing_gradients(trained.gradients, trained.reference.gradients)) == []
+    else:
+        apart = trained.gradients_apart()
+        assert {name: far for name, far in apart.items() if far > ROUNDED_GRADIENT} == {}
+
+
+@each_cell
+def test_final_weights_equal_those_of_one_process(table: Table, cell: Cell) -> None:
+    trained = table[cell]
+    assert trained.initial.keys() == trained.final.keys() == trained.reference.initial.keys()
+    for name, start in trained.reference.initial.items():
+        assert trained.initial[name].equal(start), name
+    apart = trained.moved_apart()
+    assert {name: far for name, far in apart.items() if far > WEIGHTS[cell.precision]} == {}
+
+
+@each([cell for cell in CELLS if cell.frozen])
+def test_a_frozen_parameter_has_no_gradient_and_stays_as_it_was_built(table: Table, cell: Cell) -> None:
+    trained = table[cell]
+    assert "embedding.weight" not in trained.gradients
+    assert trained.final["embedding.weight"].equal(trained.initial["embedding.weight"])
+
+
+@each([cell for cell in CELLS if "tp" in cell.layout and "fsdp" not in cell.layout])
+def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table, cell: Cell) -> None:
+    tp = Layout.parse(cell.layout).tp
+    for record in table[cell].ranks:
+        matrices = {name for name, whole in record.initial.items() if whole.dim() == 2}
+        if "pp" in cell.layout:  # the tied one is outside of the parts of a pipeline
+            matrices.discard("embedding.weight")
+        assert {name: record.stored[name] for name in matrices} == {
+            name: record.initial[name].numel() // tp for name in matrices
+        }
+
+
+def test_dropout_fused_matrices_and_rounding_really_are_another_computation(table: Table) -> None:
+    cells = [cell for cell in CELLS if cell.layout == "tp=2"]
+    losses = {str(cell): [step["loss"] for step in table[cell].ranks[0].steps] for cell in cells}
+    plain = losses.pop("tp=2")
+    same = {name for name, others in losses.items() if others == pytest.approx(plain, rel=1e-4)}
+    assert same == {"tp=2-fused-adamw"}, "which is another way to the same numbers"
+
+
+# ---- How often ranks talk
+
+
+def count_collectives(job: Job, layout: str) -> list[dict[int, tuple[Counter[str], Counter[str]]]]:
+    """What one forward and one backward send, by the number of blocks: first without dropout, then with it."""
+    found: list[dict[int, tuple[Counter[str], Counter[str]]]] = []
+    with join(job, layout) as run:
+        for dropout in (0.0, DROPOUT):
+            found.append({})
+            for depth in (2, 3):
+                engine = run.setup(partial(GPT, depth, dropout), text_loss, optimizer=adamw)
+                batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
+                with CommDebugMode() as forward:  # type: ignore[no-untyped-call]
+                    loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
+                with CommDebugMode() as backward:  # type: ignore[no-untyped-call]
+                    loss.backward()  # type: ignore[no-untyped-call]
+                found[-1][depth] = by_kind(forward), by_kind(backward)
+    return found
+
+
+def by_kind(seen: CommDebugMode) -> Counter[str]:
+    return Counter({str(kind).rpartition(".")[2].rstrip("_"): times for kind, times in seen.get_comm_counts().items()})
+
+
+@pytest.mark.parametrize(
+    ("layout", "forward", "backward"),
+    [
+        ("tp=2", {"all_reduce": 2}, {"all_reduce": 2}),
+        ("cp=2", {"all_gather_into_tensor": 2}, {"reduce_scatter_tensor": 2}),
+    ],
+)
+def test_a_block_talks_as_often_as_it_has_to(
+    ranks: RankPool, layout: str, forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    for found in ranks.run(count_collectives, 2, layout):
+        for by_depth in found:
+            one_block = [three - two for two, three in zip(by_depth[2], by_depth[3], strict=True)]
+            assert one_block == [forward, backward]
+            for two, of_a_block in zip(by_depth[2], (forward, backward), strict=True):
+                around = two - Counter({kind: 2 * times for kind, times in of_a_block.items()})
+                assert set(around) <= {"all_reduce"}, "outside of blocks only sums"
+
+
+# ---- Evaluation
+
+SIZES = (1, 5, 21)
+Results = dict[int, dict[str, Metric]]
+
+
+def right_labels(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = batch["y"] != IGNORED
+    return ((model(batch["x"]).argmax(-1) == batch["y"]) & counted).sum(), counted.sum()
+
+
+def evaluate(job: Job, layout: str) -> Results:
+    with join(job, layout) as run:
+        engine = run.setup(partial(GPT, dropout=DROPOUT), text_loss, optimizer=adamw)
+        for batch in run.loader(Texts(), GLOBAL_BATCH, micro_batch=8, steps=2, workers=0):
+            engine.step(batch)
+        found = {
+            size: run.evaluate(Texts(size), {"accuracy": right_labels}, micro_batch=4, workers=0) for size in SIZES
+        }
+        assert engine.model.training
+    return found
+
+
+def test_evaluation_counts_and_scores_as_one_process_does(ranks: RankPool) -> None:
+    (alone,) = ranks.run(evaluate, 1, "single")
+    for layout in ("tp=2", "cp=2"):
+        everybody = ranks.run(evaluate, 2, layout)
+        assert repr(everybody[0]) == repr(everybody[1]), "by their text, because NaN equals nothing"
+        for size, metrics in alone.items():
+            ours = everybody[0][size]
+            assert ours["accuracy"] == metrics["accuracy"], (layout, size)
+            assert ours["loss"].count == metrics["loss"].count, (layout, size)
+            assert ours["loss"].sum == pytest.approx(metrics["loss"].sum, rel=1e-6), (layout, size)
+
+
+# ---- Resume
+
+STOP_AFTER = 5
+RESUMED_STEPS = 8
+
+
+def live(job: Job, layout: str, run_dir: Path, life: int = 1, stop_after: int | None = None) -> list[Any]:
+    """Join a run and train; leave it unfinished after `stop_after` steps, else do all of them."""
+    with unfinished(join(job, layout, run_dir, meeting=f"{run_dir.name}-{life}")) as run:
+        engine = run.setup(
+            partial(GPT, dropout=DROPOUT, fused=True),
+            text_loss,
+            optimizer=adamw,
+            clip=CLIP,
+            schedule=lambda step: 1 / (1 + step),
+        )
+        seen: list[Any] = []
+        for batch in run.loader(Texts(), GLOBAL_BATCH, micro_batch=4, steps=RESUMED_STEPS, workers=0):
+            out = engine.step(batch)
+            seen.append((out.step, out.loss, out.grad_norm.item(), fingerprint(weights(engine))))
+            if out.step == stop_after:
+                run.save()
+                break
+    return seen
+
+
+def with_and_without_a_stop(job: Job, layout: str) -> tuple[list[Any], list[Any]]:
+    stopped = live(job, layout, job.folder / "stopped", stop_after=STOP_AFTER)
+    continued = live(job, layout, job.folder / "stopped", life=2)
+    assert continued[0][0] == STOP_AFTER + 1
+    return stopped + continued, live(job, layout, job.folder / "whole")
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "fsdp=2,tp=2"])
+def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(ranks: RankPool, layout: str) -> None:
+    everybody = ranks.run(with_and_without_a_stop, Layout.parse(layout).world_size, layout)
+    for in_parts, at_once in everybody:
+        assert len(at_once) == RESUMED_STEPS
+        assert in_parts == at_once
+    assert all(rank == everybody[0] for rank in everybody)
+
+
+# ---- The table, shown
+
+
+def test_the_largest_differences_are_shown(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = table.trained()
+    with capsys.disabled():
+        print(
+            f"\n\n{'largest differences from one process':<64}"
+            f"{'loss':>9}{'gradient':>10}{'norm':>9}{'weights':>9}{'seconds':>9}"
+        )
+        for cell in cells:
+            trained = table[cell]
+            found, seconds = trained.difference, max(record.seconds for record in trained.ranks)
+            numbers = f"{found.loss:9.0e}{found.gradient:10.0e}{found.norm:9.0e}{found.weights:9.0e}{seconds:9.1f}"
+            print(f"{cell.place:<42}{cell.variant:<22}{numbers}")
