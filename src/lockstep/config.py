@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from lockstep.cadence import Cadence
 from lockstep.errors import UserError, nearest, unknown
-from lockstep.layout import Layout
+from lockstep.layout import AUTO, Layout
 from lockstep.recipes.catalog import find_recipe
 from lockstep.toml import read_toml, write_toml
 
@@ -158,7 +158,7 @@ class LaunchConfig(Section):
 
     name: str | None = Field(None, description="the run's name under runs/; unset: the recipe's or script's")
     seed: int = Field(0, ge=0, description="the one seed everything random follows from")
-    layout: str = Field("dp=auto", description="mesh axes, such as dp=2,fsdp=4")
+    layout: str = Field("dp=auto", description="mesh axes, such as dp=2,fsdp=4; auto: chosen for model and machine")
     nproc: int | None = Field(None, gt=0, description="processes on this node; unset: one a GPU, or 2 on CPUs")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes")
     backend: Literal["auto", "gloo", "nccl"] = Field(
@@ -179,7 +179,8 @@ class LaunchConfig(Section):
         if self.device == "cpu" and self.share_gpu:
             raise ValueError("share_gpu and device cpu contradict each other: say one of them")
         try:
-            Layout.parse(self.layout)
+            if self.layout != AUTO:
+                Layout.parse(self.layout)
         except UserError as error:
             raise ValueError(str(error)) from None
         return self

@@ -35,10 +35,11 @@ from lockstep.optim import use_fused_kernels
 from lockstep.parallel.apply import Look, ParallelModel
 from lockstep.parallel.calls import PipelinedCalls
 from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
-from lockstep.parallel.context import cut_sequences
+from lockstep.parallel.context import cut_sequences, sequence_length
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.parallel.team import in_order
+from lockstep.parallel.tensor import Slice
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
@@ -176,6 +177,7 @@ class Engine:
             return
         prepare, self._prepare = self._prepare, None
         data = self._transfers.send(data).take()
+        self.sequence_length = sequence_length(data)
 
         def look(model: nn.Module, sequence: Axis | None = None) -> Any:
             parted = data if sequence is None else cut_sequences(data, sequence)
@@ -188,6 +190,17 @@ class Engine:
         """The whole of a parameter or its gradient, as one device has it; every rank that holds a part calls it."""
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return in_order(full, self.slices.get(name), self.layout.tp)
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the whole model has."""
+        cut = {name: math.prod(p.shape) // p.shape[how.dim] * sum(how.parts) for name, p, how in self._cut_parameters()}
+        return sum(cut.get(name, parameter.numel()) for name, parameter in self.model.named_parameters())
+
+    def _cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Slice]]:
+        for name, parameter in self.model.named_parameters():
+            if name in self.slices:
+                yield name, parameter, self.slices[name]
 
     @property
     def is_ready(self) -> bool:

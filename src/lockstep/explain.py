@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import TYPE_CHECKING, Any
 
 from lockstep.modelplan import ModelPlan, balance
+from lockstep.parallel.tensor import slices
 from lockstep.parallel.timetable import peak_in_flight, stages_of, timetable
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from lockstep.config import PipelineConfig
     from lockstep.layout import Layout
     from lockstep.parallel.planning import Planned
+    from lockstep.parallel.tensor import Role
+    from lockstep.parallel.tensorplan import TensorPlan
 
 
 def describe(planned: Planned, layout: Layout, config: PipelineConfig) -> dict[str, Any]:
@@ -32,7 +36,55 @@ def describe(planned: Planned, layout: Layout, config: PipelineConfig) -> dict[s
         "imbalance": plan.imbalance,
         "balance": balance(plan),
         "cuts": plan.cut_names,
+        "tensor": None if planned.tensor is None else _matrices(planned.tensor, model, layout.tp),
+        "gathers": planned.gathers,
     }
+
+
+def _matrices(plan: TensorPlan, model: nn.Module, tp: int) -> dict[str, Any]:
+    """How every matrix is cut over the tp axis, or why not, in the order in which the model holds them."""
+    rows = []
+    for name, module in model.named_modules():
+        if (role := plan.roles.get(name)) is not None:
+            sizes = {leaf: tuple(_parameter(module, leaf).shape) for leaf in slices(module, role)}
+            leaf, how = next((leaf, one) for leaf, one in slices(module, role).items() if leaf.endswith("weight"))
+            mine = [-(-n // tp) if dim == how.dim else n for dim, n in enumerate(sizes[leaf])]
+            rows.append(
+                {
+                    "name": name,
+                    "role": role.kind,
+                    "whole": list(sizes[leaf]),
+                    "part": mine,
+                    "parts": list(role.parts),
+                    "why": _pairing(plan, name, role),
+                }
+            )
+        elif name in plan.whole:
+            rows.append({"name": name, "role": "whole", "why": plan.whole[name]})
+    return {"modules": rows, "sequence": plan.sequence, "why": plan.why}
+
+
+def _pairing(plan: TensorPlan, name: str, role: Role) -> str:
+    """What the results of a matrix are for."""
+    if role.kind == "row":
+        givers = [giver for giver, takers in plan.partners.items() if name in takers]
+        return f"takes in {', '.join(_leaf(giver) for giver in givers)}; results are added up"
+    if role.kind == "vocabulary":
+        return "results are added up"
+    if role.kind == "heads":
+        return "results are added up"
+    takers = plan.partners.get(name)
+    if takers:
+        return f"feeds {', '.join(map(_leaf, dict.fromkeys(takers)))}"
+    return "feeds the loss"
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    return module.get_parameter(name)
 
 
 def _modules(planned: Planned) -> list[dict[str, Any]]:
@@ -136,8 +188,34 @@ def show(plan: dict[str, Any], terminal: Terminal) -> None:
         terminal.print(stages)
         terminal.print()
         terminal.print(f"schedule {plan['schedule']}: {plan['balance']}", markup=False, soft_wrap=True)
+    if plan["tensor"] is not None:
+        _show_matrices(plan["tensor"], terminal)
+    for line in plan["gathers"]:
+        terminal.print(f"whole sequences: {line}", markup=False, soft_wrap=True)
     for group in plan["ties"]:
         terminal.print(f"tied: {' = '.join(group)}", markup=False)
     for name, users in plan["shared"].items():
         on = " and ".join(map(str, users))
         terminal.print(f"shared: {name} is on stages {on}, and its gradients are added up", markup=False)
+
+
+def _show_matrices(plan: dict[str, Any], terminal: Terminal) -> None:
+    """Row and column parallelism, matrix by matrix. Blocks that are cut alike are shown once."""
+    from rich.table import Table
+
+    table = Table("cut by", "times", box=None, header_style="bold", pad_edge=False)
+    table.add_column("module", no_wrap=True)
+    for column in ("whole", "a rank has", "why"):
+        table.add_column(column)
+    shown: dict[tuple[str, ...], list[str]] = {}
+    for row in plan["modules"]:
+        whole, mine = ("x".join(map(str, row[key])) if key in row else "" for key in ("whole", "part"))
+        parts = f" ({len(row['parts'])} parts)" if len(row.get("parts", ())) > 1 else ""
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row["name"])
+        shown.setdefault((row["role"], pattern, whole, mine + parts, row["why"]), []).append(row["name"])
+    for (role, pattern, *facts), names in shown.items():
+        table.add_row(role, str(len(names)), names[0] if len(names) == 1 else pattern, *facts)
+    terminal.print()
+    terminal.print(table)
+    between = "cut by tokens" if plan["sequence"] else f"whole on every rank: {plan['why']}"
+    terminal.print(f"between the matrices, activations are {between}", markup=False, soft_wrap=True)

@@ -91,7 +91,7 @@ class Journal:
             micro_batch=loader.order.micro_batch,
             item=self._item,
             versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
+            parameters=engine.parameter_count,
             host=socket.gethostname(),
         )
         self._step_began = time.monotonic()

@@ -11,6 +11,9 @@ from lockstep.errors import UserError, unknown
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh axes, outermost first: the talkative ones (tp, then cp) stay inside a node."""
 
+AUTO = "auto"
+"""The text for a layout that is chosen for the model and the machine (choosing.py)."""
+
 AXIS_MEANING = {
     "pp": "pipeline stages",
     "dp": "replicas of the model",
@@ -36,6 +39,11 @@ class Layout:
         """Read `dp=2,fsdp=4`, `dp=auto` or `single`; every mistake is a UserError."""
         if text.strip() == "single":
             return Layout()
+        if text.strip() == AUTO:
+            raise UserError(
+                "layout auto is chosen by lockstep train and lockstep run, which look at the model first",
+                "start the script with lockstep run, or name a layout, such as dp=2",
+            )
         sizes: dict[str, int] = {}
         auto: str | None = None
         for part in text.split(","):

@@ -67,3 +67,9 @@ def free_bytes(device: torch.device) -> int:
 def _sharers(device: torch.device, local_ranks: int) -> int:
     """How many ranks take from that memory."""
     return -(-local_ranks // torch.cuda.device_count()) if device.type == "cuda" else local_ranks
+
+
+def rank_memory() -> dict[str, int]:
+    """How many bytes a GPU of this machine has, 0 without one, and how many the host."""
+    cuda = torch.cuda.mem_get_info(0)[1] if torch.cuda.is_available() else 0
+    return {"cuda": int(cuda), "host": psutil.virtual_memory().total}

@@ -64,12 +64,13 @@ from lockstep.faults.requests import Requests
 from lockstep.folder import RunFolder
 from lockstep.journal import Journal
 from lockstep.layout import Layout
-from lockstep.memory import largest_micro_batch
+from lockstep.memory import largest_micro_batch, rank_memory
 from lockstep.parallel.apply import (
     Cutting,
     Look,
     build_and_plan,
     check_goes_together,
+    most_ranks,
     parallelize,
     parallelize_pipeline,
 )
@@ -121,6 +122,7 @@ class Run:
         self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self._pipeline = PipelineConfig()
+        self._global_batch = 1
         self.saved_step = -1  # the last step that was saved here
         self._attention: str | None = None
         self._garbage: GarbageCollection | None = None
@@ -239,7 +241,13 @@ class Run:
             assert self._recorder is not None
             target = self._target_layout
             _, planned = build_and_plan(build_model, look, target, self._comm, self.device, cutting, self.seed)
-            self._recorder.explain(describe(planned, target, self._pipeline))
+            facts = {
+                "heads": most_ranks(planned, look),
+                "sequence": engine.sequence_length,
+                "global_batch": self._global_batch,
+                "memory": rank_memory(),
+            }
+            self._recorder.explain({**describe(planned, target, self._pipeline), "facts": facts})
             self.leave()
             raise SystemExit(0)
 
@@ -293,6 +301,7 @@ class Run:
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
         chosen = saved.get("micro_batch") or micro_batch or self._default_micro_batch(global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
+        self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate)
         if self._target_layout.pp > 1:
             check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)

@@ -21,7 +21,7 @@ WRONG = [
         "needs 3 processes but there are 2: use --nproc 3, or layout dp=2 or fsdp=2",
     ),
     ("train digits --layout dp=2,fsdp=3 --nproc 8", "2 x 3 = 6 processes but there are 8"),
-    ("train digits --layout tp=2", "axis tp (parts of each matrix) is not available"),
+    ("train digits --layout pp=2,cp=2 --nproc 4", "has both cp and pp"),
     ("train digits --layout dp=x", "dp=x in layout 'dp=x' is not a size"),
     ("train digits --set global_batch=-4", "global_batch = -4 (from --set) is not valid"),
     ("train digits --set global_batch=many", "it has to be a whole number"),

@@ -285,7 +285,7 @@ def join_in_vain(job: Job, layout: str) -> tuple[Exception | None, bool, list[Pa
         ("dp=3", "layout dp=3 needs 3 processes but there are 2: use --nproc 3, or layout dp=2"),
         ("dp=2,fsdp=2", "layout dp=2,fsdp=2 needs 2 x 2 = 4 processes but there are 2"),
         ("single", "layout single needs 1 process but there are 2"),
-        ("tp=2", "axis tp (parts of each matrix) is not available in this version"),
+        ("auto", "layout auto is chosen by lockstep train and lockstep run"),
         ("pd=2", "unknown axis"),
     ],
 )

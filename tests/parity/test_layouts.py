@@ -8,6 +8,7 @@ test_pipeline.py: their ranks hold different parameters.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from torch.utils.data import default_collate
 from lockstep.config import Format
 from lockstep.engine import Engine
 from lockstep.errors import UserError
-from lockstep.layout import AVAILABLE_AXES, AXES, Layout
+from lockstep.layout import AXES, Layout
 from lockstep.runtime.seeds import seed_of
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -43,6 +44,7 @@ from tests.parity.problems import (
     weights,
 )
 from tests.parity.test_pipeline import CELLS as PIPELINES
+from tests.parity.test_tensor import CELLS as TEAMS
 from tests.ranks import Job, RankPool
 
 # ---- The table
@@ -362,14 +364,14 @@ def test_averaging_over_ranks_would_be_noticed(table: Table, ranks: RankPool) ->
     assert wrong >= {name for name in reference if name.endswith("weight")}
 
 
-def test_the_table_covers_every_available_axis_alone_and_all_of_them_together() -> None:
-    layouts = [row.layout for row in ROWS] + [cell.layout for cell in PIPELINES]
+def test_every_product_of_axes_is_in_a_table_or_refused() -> None:
+    layouts = [row.layout for row in ROWS] + [cell.layout for cell in PIPELINES] + [cell.layout for cell in TEAMS]
     cut = {tuple(axis for axis in AXES if Layout.parse(layout).size(axis) > 1) for layout in layouts}
-    assert {(), *((axis,) for axis in AVAILABLE_AXES), AVAILABLE_AXES} <= cut
-
-
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in AVAILABLE_AXES])
-@pytest.mark.parametrize("size", ["2", "auto"])
-def test_an_axis_outside_the_table_is_refused(axis: str, size: str) -> None:
-    with pytest.raises(UserError, match=f"axis {axis} .* is not available"):
-        Layout.parse(f"{axis}={size}").resolve(2)
+    for count in range(len(AXES) + 1):
+        for axes in itertools.combinations(AXES, count):
+            if "pp" in axes and "cp" in axes:
+                layout = Layout(**dict.fromkeys(axes, 2))  # type: ignore[arg-type]
+                with pytest.raises(UserError, match="both cp and pp"):
+                    layout.resolve(layout.world_size)
+            else:
+                assert axes in cut, f"{axes} is neither tested nor refused"

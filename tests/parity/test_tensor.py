@@ -9,6 +9,7 @@ every cell are printed at the end.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -69,7 +70,9 @@ NORM = {"fp32": 1e-5, "bf16": 2e-3}
 """Allowed difference of the norm of the first gradient, relative."""
 ROUNDED_GRADIENT = 3e-2
 """Allowed difference of a gradient in bf16, relative in norm: every rank rounds its own share of a sum."""
-WEIGHTS = {"fp32": 3e-5, "bf16": 1e-2}
+ROUNDED_ALONE = 1.5
+"""How far bf16 may lead ranks that compute together from fp32, in units of how far it leads one process."""
+WEIGHTS = {"fp32": 3e-5, "bf16": 8e-2}
 """Allowed difference of a parameter after the last step, relative to how far the training moved it, both in norm."""
 
 
@@ -270,25 +273,25 @@ CELLS = [
     Cell("cp=4",             dropout=DROPOUT, slow=True),
     Cell("dp=2,tp=2"),
     Cell("dp=2,cp=2"),
-    Cell("cp=2,tp=2"),
+    Cell("cp=2,tp=2",        slow=True),
     Cell("cp=2,tp=2",        dropout=DROPOUT),
     Cell("fsdp=2,tp=2",      "zero1"),
+    Cell("fsdp=2,tp=2",      "zero1", frozen=True, slow=True),
     Cell("fsdp=2,tp=2",      "zero2"),
-    Cell("fsdp=2,tp=2",      "zero3"),
+    Cell("fsdp=2,tp=2",      "zero3", slow=True),
     Cell("fsdp=2,tp=2",      "zero3", fused=True, slow=True),
     Cell("fsdp=2,tp=2",      "zero3", frozen=True),
-    Cell("fsdp=2,tp=2",      "zero1", frozen=True, slow=True),
     Cell("fsdp=2,tp=2",      "zero3", recompute=True, dropout=DROPOUT),
     Cell("fsdp=2,cp=2",      "zero1"),
-    Cell("fsdp=2,cp=2",      "zero2"),
+    Cell("fsdp=2,cp=2",      "zero2", slow=True),
     Cell("fsdp=2,cp=2",      "zero3"),
-    Cell("pp=2,tp=2",        schedule="1f1b", depth=4),
-    Cell("pp=2,tp=2",        schedule="1f1b", depth=4, dropout=DROPOUT, slow=True),
+    Cell("pp=2,tp=2",        schedule="1f1b"),
+    Cell("pp=2,tp=2",        schedule="1f1b", dropout=DROPOUT, slow=True),
     Cell("pp=2,tp=2",        schedule="zbv", depth=4),
-    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b", depth=4),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b"),
     Cell("pp=2,fsdp=2,tp=2", "zero3", "interleaved-zero-bubble", depth=4, slow=True),
     Cell("dp=2,fsdp=2,tp=2", "zero3", slow=True),
-    Cell("pp=2,dp=2,tp=2",   schedule="1f1b", depth=4, slow=True),
+    Cell("pp=2,dp=2,tp=2",   schedule="1f1b", slow=True),
     Cell("fsdp=2,cp=2,tp=2", "zero3", slow=True),
 ]
 # fmt: on
@@ -465,8 +468,8 @@ class Table:
     def reference(self, cell: Cell) -> Record:
         """One process with the same logical micro-batches."""
         if in_one_process(cell) not in self._references:
-            wanted = {in_one_process(other) for other in CELLS if other.slow == cell.slow} - self._references.keys()
-            by_work = sorted(wanted, key=lambda one: (one.micro_batch, one.depth, str(one)))
+            wanted = {in_one_process(other) for other in (cell, *CELLS) if other.slow == cell.slow}
+            by_work = sorted(wanted - self._references.keys(), key=lambda one: (one.micro_batch, one.depth, str(one)))
             for some in self._ranks.run(train_references, 2, by_work, timeout=100):
                 self._references |= some
         return self._references[in_one_process(cell)]
@@ -555,6 +558,19 @@ def test_final_weights_equal_those_of_one_process(table: Table, cell: Cell) -> N
     assert {name: far for name, far in apart.items() if far > WEIGHTS[cell.precision]} == {}
 
 
+@each([cell for cell in CELLS if cell.precision != "fp32"])
+def test_rounding_leads_ranks_hardly_further_astray_than_one_process(table: Table, cell: Cell) -> None:
+    trained, exact = table[cell], table.reference(replace(cell, precision="fp32"))
+    together, alone = Trained(trained.ranks, exact), Trained([trained.reference], exact)
+    assert typical(together.gradients_apart()) < ROUNDED_ALONE * typical(alone.gradients_apart())
+    assert typical(together.moved_apart()) < ROUNDED_ALONE * typical(alone.moved_apart())
+
+
+def typical(apart: dict[str, float]) -> float:
+    """The root of the mean square over parameters."""
+    return math.sqrt(sum(far * far for far in apart.values()) / len(apart))
+
+
 @each([cell for cell in CELLS if cell.frozen])
 def test_a_frozen_parameter_has_no_gradient_and_stays_as_it_was_built(table: Table, cell: Cell) -> None:
     trained = table[cell]
@@ -585,20 +601,18 @@ def test_dropout_fused_matrices_and_rounding_really_are_another_computation(tabl
 # ---- How often ranks talk
 
 
-def count_collectives(job: Job, layout: str) -> list[dict[int, tuple[Counter[str], Counter[str]]]]:
-    """What one forward and one backward send, by the number of blocks: first without dropout, then with it."""
-    found: list[dict[int, tuple[Counter[str], Counter[str]]]] = []
+def count_collectives(job: Job, layout: str) -> dict[int, tuple[Counter[str], Counter[str]]]:
+    """What one forward and one backward send, by the number of blocks."""
+    found = {}
     with join(job, layout) as run:
-        for dropout in (0.0, DROPOUT):
-            found.append({})
-            for depth in (2, 3):
-                engine = run.setup(partial(GPT, depth, dropout), text_loss, optimizer=adamw)
-                batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
-                with CommDebugMode() as forward:  # type: ignore[no-untyped-call]
-                    loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
-                with CommDebugMode() as backward:  # type: ignore[no-untyped-call]
-                    loss.backward()  # type: ignore[no-untyped-call]
-                found[-1][depth] = by_kind(forward), by_kind(backward)
+        for depth in (2, 3):
+            engine = run.setup(partial(GPT, depth), text_loss, optimizer=adamw)
+            batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
+            with CommDebugMode() as forward:  # type: ignore[no-untyped-call]
+                loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
+            with CommDebugMode() as backward:  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
+            found[depth] = by_kind(forward), by_kind(backward)
     return found
 
 
@@ -616,13 +630,11 @@ def by_kind(seen: CommDebugMode) -> Counter[str]:
 def test_a_block_talks_as_often_as_it_has_to(
     ranks: RankPool, layout: str, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
-    for found in ranks.run(count_collectives, 2, layout):
-        for by_depth in found:
-            one_block = [three - two for two, three in zip(by_depth[2], by_depth[3], strict=True)]
-            assert one_block == [forward, backward]
-            for two, of_a_block in zip(by_depth[2], (forward, backward), strict=True):
-                around = two - Counter({kind: 2 * times for kind, times in of_a_block.items()})
-                assert set(around) <= {"all_reduce"}, "outside of blocks only sums"
+    for by_depth in ranks.run(count_collectives, 2, layout):
+        of_a_block = [three - two for two, three in zip(by_depth[2], by_depth[3], strict=True)]
+        assert of_a_block == [forward, backward]
+        for two, of_one in zip(by_depth[2], of_a_block, strict=True):
+            assert set(two - of_one - of_one) <= {"all_reduce"}, "outside of blocks only sums"
 
 
 # ---- Evaluation
@@ -663,7 +675,7 @@ def test_evaluation_counts_and_scores_as_one_process_does(ranks: RankPool) -> No
 # ---- Resume
 
 STOP_AFTER = 5
-RESUMED_STEPS = 8
+RESUMED_STEPS = 7
 
 
 def live(job: Job, layout: str, run_dir: Path, life: int = 1, stop_after: int | None = None) -> list[Any]:
@@ -679,10 +691,11 @@ def live(job: Job, layout: str, run_dir: Path, life: int = 1, stop_after: int | 
         seen: list[Any] = []
         for batch in run.loader(Texts(), GLOBAL_BATCH, micro_batch=4, steps=RESUMED_STEPS, workers=0):
             out = engine.step(batch)
-            seen.append((out.step, out.loss, out.grad_norm.item(), fingerprint(weights(engine))))
+            seen.append((out.step, out.loss, out.grad_norm.item()))
             if out.step == stop_after:
                 run.save()
-                break
+                return seen
+        seen.append(fingerprint(weights(engine)))
     return seen
 
 
@@ -697,7 +710,7 @@ def with_and_without_a_stop(job: Job, layout: str) -> tuple[list[Any], list[Any]
 def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(ranks: RankPool, layout: str) -> None:
     everybody = ranks.run(with_and_without_a_stop, Layout.parse(layout).world_size, layout)
     for in_parts, at_once in everybody:
-        assert len(at_once) == RESUMED_STEPS
+        assert len(at_once) == RESUMED_STEPS + 1
         assert in_parts == at_once
     assert all(rank == everybody[0] for rank in everybody)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.layout import AVAILABLE_AXES, AXES, Layout
+from lockstep.layout import AXES, Layout
 
 EVERY_AXIS = Layout(pp=2, dp=3, fsdp=2, cp=2, tp=4)
 
@@ -140,27 +140,32 @@ def test_every_suggested_layout_fits(text: str) -> None:
             Layout.parse(suggestion).resolve(world_size)
 
 
-@pytest.mark.parametrize(("axis", "meaning"), [("cp", "parts of each sequence"), ("tp", "parts of each matrix")])
-@pytest.mark.parametrize("size", ["2", "auto"])
-def test_an_axis_that_is_not_available_is_refused_by_name(axis: str, meaning: str, size: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        Layout.parse(f"{axis}={size}").resolve(2)
-    assert str(refusal.value) == (
-        f"axis {axis} ({meaning}) is not available in this version: use pp, dp, fsdp, for example dp=2"
-    )
+@pytest.mark.parametrize("text", ["pp=2,cp=2", "pp=2,cp=2,tp=2", "dp=2,pp=2,cp=auto"])
+def test_a_pipeline_of_cut_sequences_is_refused_with_layouts_that_work(text: str) -> None:
+    with pytest.raises(UserError, match="both cp and pp") as refusal:
+        Layout.parse(text).resolve(8 if "auto" in text else Layout.parse(text).world_size)
+    suggestions = refusal.value.fix.removeprefix("use layout ").split(" or ")
+    assert len(suggestions) == 2
+    for suggestion in suggestions:
+        layout = Layout.parse(suggestion)
+        assert layout.resolve(layout.world_size).world_size in (4, 8)
 
 
-def test_an_axis_that_is_not_available_may_be_1() -> None:
-    assert Layout.parse("dp=2,tp=1").resolve(2) == Layout(dp=2)
+def test_a_layout_to_be_chosen_is_no_text_of_axes() -> None:
+    with pytest.raises(UserError, match="layout auto is chosen by lockstep train"):
+        Layout.parse("auto")
 
 
-def test_every_axis_is_either_available_or_refused() -> None:
+def test_ranks_along_axes_are_those_that_differ_only_there() -> None:
+    layout = Layout(pp=2, fsdp=2, tp=2)
+    assert layout.ranks_along("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.ranks_along("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.ranks_along("dp", "fsdp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_every_axis_can_be_alone() -> None:
     for axis in AXES:
-        if axis in AVAILABLE_AXES:
-            assert Layout.parse(f"{axis}=2").resolve(2).size(axis) == 2
-        else:
-            with pytest.raises(UserError, match=f"^axis {axis} "):
-                Layout.parse(f"{axis}=2").resolve(2)
+        assert Layout.parse(f"{axis}=2").resolve(2).size(axis) == 2
 
 
 def test_neighbours_on_an_axis_are_the_closer_in_rank_the_more_the_axis_talks() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.trial import choose_layout_for
 from lockstep.errors import UserError
 
 
@@ -32,7 +33,7 @@ def run_command(
 
     from lockstep import config as cfg
     from lockstep.folder import check_same_script, choose_folder
-    from lockstep.layout import Layout
+    from lockstep.layout import AUTO, Layout
 
     if not script.is_file():
         raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
@@ -44,17 +45,22 @@ def run_command(
     count, chosen, unused = opt.processes(config.nproc, config.device, config.share_gpu)
     origin.setdefault("nproc", f"{chosen} processes")
     config = config.model_copy(update={"nproc": count})
-    resolved = Layout.parse(config.layout).resolve(count)
+    worker = ["script", str(script), *(args or [])]
+    if config.layout == AUTO:
+        resolved = choose_layout_for(config, worker, count, chosen, terminal)
+        origin["layout"] = "auto, on the command line"
+    else:
+        resolved = Layout.parse(config.layout).resolve(count)
     opt.check_resume(resume)
     folder = choose_folder(config.name or script.stem, run_dir, resume)
     check_same_script(folder, script)
     if "layout" in told:  # else the script may say
+        told["layout"] = str(resolved)
         config = config.model_copy(update={"layout": str(resolved)})
         opt.check_can_continue(folder, config.layout)
     if dry_run:
         opt.print_plan(config, origin, folder, terminal, as_json)
         return 0
-    worker = ["script", str(script), *(args or [])]
     code = opt.train_in(folder, config, worker, terminal, told=told, resume=resume, unused_gpus=unused)
     if as_json:
         print(json.dumps(opt.result(folder, code), allow_nan=False))

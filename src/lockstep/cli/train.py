@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.trial import choose_layout_for
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -45,6 +46,7 @@ def train_command(
     from lockstep import config as cfg
     from lockstep.checkpoint.format import steps_on_disk
     from lockstep.folder import check_same_training, choose_folder
+    from lockstep.layout import AUTO
 
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
@@ -57,6 +59,10 @@ def train_command(
     )
     count, chosen, unused = opt.processes(resolved.config.nproc, resolved.config.device, resolved.config.share_gpu)
     resolved = resolved.with_value("nproc", count, resolved.origin["nproc"] if nproc else f"{chosen} processes")
+    if resolved.config.layout == AUTO:
+        alone = cfg.for_world(resolved.with_value("layout", "single", "auto"), 1).config
+        found = choose_layout_for(alone, ["train"], count, chosen, terminal)
+        resolved = resolved.with_value("layout", str(found), f"auto, {resolved.origin.get('layout', 'default')}")
     resolved = cfg.for_world(resolved, count)
     opt.check_resume(resume)
     run_name = resolved.config.name or resolved.config.recipe

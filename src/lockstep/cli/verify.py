@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.trial import ON_CPUS, failed, launch_trial, look_at
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,11 +19,8 @@ if TYPE_CHECKING:
 
     from lockstep.causes import Verdict
     from lockstep.config import LaunchConfig
-    from lockstep.launch.local import Outcome
     from lockstep.layout import Layout
     from lockstep.verify import Comparison
-
-MOST_LINES_OF_A_LOG = 60
 
 
 def verify_command(
@@ -60,15 +56,15 @@ def verify_command(
         from lockstep.verify import compare
 
         with terminal.status(f"training {steps} steps under {wanted}"):
-            outcome = _launch(folders["layout"], config, wanted, worker, settings)
+            outcome = launch_trial(folders["layout"], config, wanted, worker, settings)
         if outcome.code:
-            return _failed(outcome, f"under {wanted}", as_json)
+            return failed(outcome, f"under {wanted}", as_json)
         ours = read_recording(folders["layout"] / "recording")
         with terminal.status(f"training {steps} steps on one process"):
             settings["micro_batch"] = ours.micro_batch
-            outcome = _launch(folders["single"], config, Layout(), worker, settings)
+            outcome = launch_trial(folders["single"], config, Layout(), worker, settings)
         if outcome.code:
-            return _failed(outcome, "on one process", as_json)
+            return failed(outcome, "on one process", as_json)
         found = compare(ours, read_recording(folders["single"] / "recording"))
         verdict = judge(found)
         _show(found, verdict, terminal)
@@ -87,7 +83,6 @@ def _subject(
     from lockstep import config as cfg
     from lockstep.layout import Layout
 
-    on_cpus = {"device": "cpu", "backend": "gloo", "share_gpu": False}
     is_script = what is not None and what.endswith(".py")
     if args and not is_script:
         raise UserError(f"{args[0]!r} is one argument too many", "a recipe takes --set; a script ends in .py")
@@ -95,7 +90,7 @@ def _subject(
         raise UserError(f"there is no script {what}", "check the path")
     config: cfg.LaunchConfig
     if is_script:
-        values = {"layout": "dp=2", **told, **cfg.parse_assignments(assignments), **on_cpus}
+        values = {"layout": "dp=2", **told, **cfg.parse_assignments(assignments), **ON_CPUS}
         config = cfg.script_config({**values, "script": what, "args": args}, "the command line")
         wanted = _resolve_layout(Layout.parse(config.layout), config.nproc)
         return config, wanted, ["script", str(what), *args]
@@ -106,7 +101,7 @@ def _subject(
             *opt.named_layer(what),
             cfg.Layer("the command line", told),
             cfg.Layer("--set", cfg.parse_assignments(assignments)),
-            cfg.Layer("verify", {**on_cpus, "validate_every": "never", "save_every": "never"}),
+            cfg.Layer("verify", {**ON_CPUS, "validate_every": "never", "save_every": "never"}),
         ]
     )
     wanted = _resolve_layout(Layout.parse(resolved.config.layout), resolved.config.nproc)
@@ -122,81 +117,20 @@ def _resolve_layout(layout: Layout, nproc: int | None) -> Layout:
     return resolved
 
 
-def _launch(
-    folder: Path,
-    config: LaunchConfig,
-    layout: Layout,
-    worker: list[str],
-    settings: dict[str, Any],
-    terminal: Terminal | None = None,
-) -> Outcome:
-    """Run the subject in a folder of its own under a layout; what it prints goes to `terminal`, or nowhere."""
-    from rich.console import Console as Terminal
-
-    from lockstep.config import LaunchConfig
-    from lockstep.folder import RunFolder, create_folder
-    from lockstep.launch.local import launch
-    from lockstep.sinks.console import Console
-
-    run = RunFolder(folder, 1)
-    config = config.model_copy(update={"layout": str(layout), "nproc": layout.world_size})
-    create_folder(run, config)
-    (folder / "recording").mkdir()
-    given = {key: value for key, value in config.model_dump().items() if key in config.model_fields_set}
-    console = Console(terminal or Terminal(file=io.StringIO()))
-    try:
-        return launch(
-            worker if worker[0] == "script" else ["train", str(folder)],
-            layout.world_size,
-            run,
-            console,
-            options={key: value for key, value in given.items() if key in LaunchConfig.model_fields and key != "steps"},
-            resume="never",
-            verify={"folder": str(folder / "recording"), **settings},
-        )
-    finally:
-        console.close()
-
-
 def _explain(
     folder: Path, config: LaunchConfig, worker: list[str], settings: dict[str, Any], terminal: Terminal, as_json: bool
 ) -> int:
     """Let one process look at the model, and show how it would be cut."""
     from lockstep.explain import show
-    from lockstep.layout import Layout
-    from lockstep.recording import PLAN
 
     with terminal.status("looking at the model"):
-        outcome = _launch(folder, config, Layout(), worker, settings)
-    if outcome.code:
-        return _failed(outcome, "on one process", as_json)
-    path = folder / "recording" / PLAN
-    if not path.exists():
-        raise UserError(
-            "the script made no loader, so there was nothing to look at", "call run.setup and run.loader in it"
-        )
-    plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = look_at(folder, config, worker, settings)
+    if not isinstance(plan, dict):
+        return failed(plan, "on one process", as_json)
     show(plan, terminal)
     if as_json:
         print(json.dumps(plan, allow_nan=False))
     return 0
-
-
-def _failed(outcome: Outcome, where: str, as_json: bool) -> int:
-    """Say why a run did not come to its end, with what it printed; returns the exit code."""
-    from lockstep.launch.worker import END_OF_OUTPUT
-
-    text = outcome.text
-    if outcome.code == 1:
-        text = f"the run {where} failed: {text}"
-        if outcome.log and outcome.log.exists():
-            lines = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES_OF_A_LOG:]
-            text += "".join(f"\n  | {line}" for line in lines if line != END_OF_OUTPUT)
-        if as_json:
-            print(json.dumps({"ok": False, "cause": "failed", "verdict": text}))
-    if text:
-        print(f"lockstep: {text}", file=sys.stderr)
-    return outcome.code
 
 
 def _show(found: Comparison, verdict: Verdict, terminal: Terminal) -> None:

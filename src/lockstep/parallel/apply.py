@@ -6,6 +6,7 @@ does for plain blocks only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -300,6 +301,8 @@ def build_and_plan(
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
     planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
+    if layout.cp > 1:
+        planned = replace(planned, gathers=plan_context(planned.skeleton, look, layout.cp))
     if layout.tp > 1:
         borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
         tokens = cuts_tokens(cutting, device)
@@ -321,6 +324,17 @@ def cut_matrices(built: Built, plan: TensorPlan, axis: Axis) -> tuple[Built, dic
             yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
 
     return Built(built.model, parts), slices
+
+
+def most_ranks(planned: Planned, look: Look) -> int:
+    """What a tp axis has to divide in the blocks of a model, 0 where it could cut nothing."""
+    try:
+        plan = plan_tensor(planned.skeleton, look, {}, 1)
+    except UserError:
+        return 0
+    return math.gcd(*(size for sizes in plan.sizes.values() for size, what in sizes if what == "heads")) or math.gcd(
+        *(size for name, sizes in plan.sizes.items() for size, _ in sizes if name in plan.partners)
+    )
 
 
 def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:

@@ -26,6 +26,12 @@ from lockstep.runtime.axis import Axis
 def cut_sequences(data: Any, axis: Axis) -> Any:
     """A micro-batch with its sequences cut: dim 1 of every tensor that is as long there as the tokens are."""
     length = sequence_length(data)
+    if length == 0:
+        raise UserError(
+            "the cp axis cuts sequences, and the batch has none: no whole numbers of shape (samples, tokens), nor a "
+            "tensor of three dims",
+            "use a dp, fsdp or tp layout for this model",
+        )
     if length % axis.chunks:
         raise UserError(
             f"a sequence of {length} tokens cannot be shared out over cp={axis.size}, two chunks a rank",
@@ -42,16 +48,13 @@ def cut_sequences(data: Any, axis: Axis) -> Any:
 
 
 def sequence_length(data: Any) -> int:
-    """How long the sequences of a micro-batch are: by its token numbers, or by the first tensor of three dims."""
+    """How long the sequences of a micro-batch are: by its token numbers, or by the first tensor of three dims.
+
+    0 where there are none.
+    """
     tensors = list(tensors_of(data))
     tokens = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
-    for tensor in (*tokens, *(t for t in tensors if t.dim() == 3)):
-        return tensor.shape[1]
-    raise UserError(
-        "the cp axis cuts sequences, and the batch has none: no whole numbers of shape (samples, tokens), nor a tensor "
-        "of three dims",
-        "use a dp, fsdp or tp layout for this model",
-    )
+    return next((tensor.shape[1] for tensor in (*tokens, *(t for t in tensors if t.dim() == 3))), 0)
 
 
 class ContextTrial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Planned:
     rehearsal: Rehearsal
     calls: Counter[str]
     tensor: TensorPlan | None = None
+    gathers: list[str] = field(default_factory=list)
+    """Where, outside of blocks, sequences that are cut have to be whole."""
 
 
 def plan_pipeline(

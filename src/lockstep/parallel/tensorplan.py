@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
 from lockstep.parallel.context import no_shortcuts
-from lockstep.parallel.crossing import user_line
-from lockstep.parallel.cut import Along, Following, Parts, along_of
+from lockstep.parallel.crossing import is_fake, user_line
+from lockstep.parallel.cut import Along, Following, Parts, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import without_data
@@ -196,7 +197,9 @@ class _Finder:
                 self._learn(found)
                 continue
             whole = {name: why for name, why in self._whole.items() if name not in trial.roles}
-            return TensorPlan(trial.roles, trial.partners, whole, trial.sizes, False, "tensor.sequence is off")
+            return TensorPlan(
+                trial.roles, trial.partners, whole, trial.sizes, False, "tensor.sequence is off, or auto on CPUs"
+            )
         raise AssertionError("every failed trial leaves one matrix more whole")
 
     def with_sequence(self, plan: TensorPlan) -> TensorPlan:
@@ -292,6 +295,8 @@ class _Finder:
 
     def _answer(self, trial: Trial, axis: Axis, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if isinstance(module, nn.Embedding):
+            if _counts(args[0] if args else kwargs["input"]):
+                self._whole.setdefault(name, "a table of positions")
             return module._call_impl(*args, **kwargs)
         if isinstance(module, nn.MultiheadAttention):
             if name in self._whole:
@@ -406,6 +411,13 @@ def divisors(number: int) -> str:
     """The numbers that divide one, for people: 1, 2, 3 or 6."""
     found = [str(one) for one in range(1, number + 1) if number % one == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _counts(numbers: torch.Tensor) -> bool:
+    """Whether these are 0, 1, 2, ..., or several times that: positions, of which each rank needs all rows."""
+    if is_fake(numbers) or numbers.dim() == 0 or numbers.shape[-1] < 2:
+        return False
+    return bool((plain(numbers).diff(dim=-1) == 1).all())
 
 
 def _unfit(module: nn.Module) -> str | None:
