@@ -62,3 +62,9 @@ def test_a_pipeline_trains_the_same_as_one_written_with_torch(tmp_path):
     figures, printed = benchmark(tmp_path, "pipeline.py", "--quick")
     assert "| lockstep |" in printed
     assert figures["losses"]["lockstep"] == pytest.approx(figures["losses"]["torch"], rel=1e-5)
+
+
+def test_cut_matrices_train_the_same_as_those_cut_with_torch(tmp_path):
+    figures, printed = benchmark(tmp_path, "tensor.py", "--quick")
+    assert "| lockstep |" in printed
+    assert figures["losses"]["lockstep"] == pytest.approx(figures["losses"]["torch"], rel=1e-5)

@@ -10,6 +10,7 @@ every cell are printed at the end.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -262,8 +263,8 @@ CELLS = [
     Cell("tp=2",             recompute=True, dropout=DROPOUT),
     Cell("tp=2",             precision="bf16"),
     Cell("tp=2",             optimizer="sgd"),
-    Cell("tp=2",             optimizer="fused adamw"),
-    Cell("tp=4"),
+    Cell("tp=2",             optimizer="fused adamw", slow=True),
+    Cell("tp=4",             slow=True),
     Cell("tp=4",             fused=True, dropout=DROPOUT, slow=True),
     Cell("cp=2"),
     Cell("cp=2",             dropout=DROPOUT),
@@ -272,7 +273,7 @@ CELLS = [
     Cell("cp=4",             slow=True),
     Cell("cp=4",             dropout=DROPOUT, slow=True),
     Cell("dp=2,tp=2"),
-    Cell("dp=2,cp=2"),
+    Cell("dp=2,cp=2",        slow=True),
     Cell("cp=2,tp=2",        slow=True),
     Cell("cp=2,tp=2",        dropout=DROPOUT),
     Cell("fsdp=2,tp=2",      "zero1"),
@@ -280,15 +281,15 @@ CELLS = [
     Cell("fsdp=2,tp=2",      "zero2"),
     Cell("fsdp=2,tp=2",      "zero3", slow=True),
     Cell("fsdp=2,tp=2",      "zero3", fused=True, slow=True),
-    Cell("fsdp=2,tp=2",      "zero3", frozen=True),
+    Cell("fsdp=2,tp=2",      "zero3", frozen=True, slow=True),
     Cell("fsdp=2,tp=2",      "zero3", recompute=True, dropout=DROPOUT),
-    Cell("fsdp=2,cp=2",      "zero1"),
+    Cell("fsdp=2,cp=2",      "zero1", slow=True),
     Cell("fsdp=2,cp=2",      "zero2", slow=True),
     Cell("fsdp=2,cp=2",      "zero3"),
     Cell("pp=2,tp=2",        schedule="1f1b"),
     Cell("pp=2,tp=2",        schedule="1f1b", dropout=DROPOUT, slow=True),
-    Cell("pp=2,tp=2",        schedule="zbv", depth=4),
-    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b"),
+    Cell("pp=2,tp=2",        schedule="zbv", depth=4, slow=True),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b", slow=True),
     Cell("pp=2,fsdp=2,tp=2", "zero3", "interleaved-zero-bubble", depth=4, slow=True),
     Cell("dp=2,fsdp=2,tp=2", "zero3", slow=True),
     Cell("pp=2,dp=2,tp=2",   schedule="1f1b", slow=True),
@@ -591,11 +592,9 @@ def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table, cell
 
 
 def test_dropout_fused_matrices_and_rounding_really_are_another_computation(table: Table) -> None:
-    cells = [cell for cell in CELLS if cell.layout == "tp=2"]
-    losses = {str(cell): [step["loss"] for step in table[cell].ranks[0].steps] for cell in cells}
-    plain = losses.pop("tp=2")
-    same = {name for name, others in losses.items() if others == pytest.approx(plain, rel=1e-4)}
-    assert same == {"tp=2-fused-adamw"}, "which is another way to the same numbers"
+    cells = [cell for cell in CELLS if cell.layout == "tp=2" and not cell.slow and not cell.recompute]
+    losses = {tuple(round(step["loss"], 4) for step in table[cell].ranks[0].steps) for cell in cells}
+    assert len(losses) == len(cells)
 
 
 # ---- How often ranks talk
@@ -617,14 +616,20 @@ def count_collectives(job: Job, layout: str) -> dict[int, tuple[Counter[str], Co
 
 
 def by_kind(seen: CommDebugMode) -> Counter[str]:
-    return Counter({str(kind).rpartition(".")[2].rstrip("_"): times for kind, times in seen.get_comm_counts().items()})
+    """Torch has several names for each kind of collective."""
+    kinds: Counter[str] = Counter()
+    for operation, times in seen.get_comm_counts().items():
+        name = str(operation).rpartition(".")[2].replace("_", "")
+        known = re.match("allreduce|allgather|reducescatter", name)
+        kinds[known[0] if known else name] += times
+    return kinds
 
 
 @pytest.mark.parametrize(
     ("layout", "forward", "backward"),
     [
-        ("tp=2", {"all_reduce": 2}, {"all_reduce": 2}),
-        ("cp=2", {"all_gather_into_tensor": 2}, {"reduce_scatter_tensor": 2}),
+        ("tp=2", {"allreduce": 2}, {"allreduce": 2}),
+        ("cp=2", {"allgather": 2}, {"reducescatter": 2}),
     ],
 )
 def test_a_block_talks_as_often_as_it_has_to(
@@ -634,7 +639,7 @@ def test_a_block_talks_as_often_as_it_has_to(
         of_a_block = [three - two for two, three in zip(by_depth[2], by_depth[3], strict=True)]
         assert of_a_block == [forward, backward]
         for two, of_one in zip(by_depth[2], of_a_block, strict=True):
-            assert set(two - of_one - of_one) <= {"all_reduce"}, "outside of blocks only sums"
+            assert set(two - of_one - of_one) <= {"allreduce"}, "outside of blocks only sums"
 
 
 # ---- Evaluation
@@ -706,7 +711,7 @@ def with_and_without_a_stop(job: Job, layout: str) -> tuple[list[Any], list[Any]
     return stopped + continued, live(job, layout, job.folder / "whole")
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", pytest.param("fsdp=2,tp=2", marks=pytest.mark.slow)])
 def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(ranks: RankPool, layout: str) -> None:
     everybody = ranks.run(with_and_without_a_stop, Layout.parse(layout).world_size, layout)
     for in_parts, at_once in everybody:
@@ -722,11 +727,11 @@ def test_the_largest_differences_are_shown(table: Table, capsys: pytest.CaptureF
     cells = table.trained()
     with capsys.disabled():
         print(
-            f"\n\n{'largest differences from one process':<64}"
+            f"\n\n{'largest differences from one process':<70}"
             f"{'loss':>9}{'gradient':>10}{'norm':>9}{'weights':>9}{'seconds':>9}"
         )
         for cell in cells:
             trained = table[cell]
             found, seconds = trained.difference, max(record.seconds for record in trained.ranks)
             numbers = f"{found.loss:9.0e}{found.gradient:10.0e}{found.norm:9.0e}{found.weights:9.0e}{seconds:9.1f}"
-            print(f"{cell.place:<42}{cell.variant:<22}{numbers}")
+            print(f"{cell.place:<48}{cell.variant:<22}{numbers}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives  # private in torch 2.11 and 2.13
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,10 @@ from lockstep.parallel.crossing import is_fake
 from lockstep.runtime.axis import Axis
 
 Parts = tuple[int, ...]
+
+# Renamed in torch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Observer(Protocol):
@@ -124,7 +129,9 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     if not along_of(value):
         return value
     with torch._C.DisableTorchFunction():
-        return value.view_as(value) if is_fake(value) else value.as_subclass(torch.Tensor)
+        return (
+            value.view_as(value) if torch.compiler.is_compiling() or is_fake(value) else value.as_subclass(torch.Tensor)
+        )
 
 
 def whole_shape(value: torch.Tensor) -> list[int]:
@@ -263,7 +270,11 @@ def _padded(part: torch.Tensor, along: Along) -> torch.Tensor:
 def all_reduce(part: torch.Tensor, how: str, axis: Axis) -> torch.Tensor:
     """A reduction over the ranks of an axis, without a derivative."""
     # Contiguous: gloo touches the wrong elements of any other tensor.
-    total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(part.contiguous(), how, axis.group))
+    if torch.compiler.is_compiling():
+        total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(part.contiguous(), how, axis.group))
+        return total
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=_group(axis))
     return total
 
 
@@ -271,7 +282,11 @@ def reduce_scatter(part: torch.Tensor, along: Along) -> torch.Tensor:
     """This rank's part, along a dim, of the sum of what all ranks have; without a derivative."""
     axis = along.axis
     parts = torch.stack([_padded(take(part, along, rank), along) for rank in range(axis.size)])
-    mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
+    if torch.compiler.is_compiling():
+        mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
+    else:
+        mine = torch.empty_like(parts[0])
+        _reduce_scatter(mine.view(-1), parts.view(-1), group=_group(axis))
     own: torch.Tensor = mine.narrow(along.dim, 0, along.own)
     return own
 
@@ -281,8 +296,17 @@ def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:
     sent = part.contiguous()
     if part.dtype == torch.bool:  # which gloo does not know
         return all_gather(sent.view(torch.uint8), axis).view(torch.bool)
-    stacked: torch.Tensor = collectives.wait_tensor(collectives.all_gather_tensor(sent.flatten(), 0, axis.group))
+    if torch.compiler.is_compiling():
+        stacked: torch.Tensor = collectives.wait_tensor(collectives.all_gather_tensor(sent.flatten(), 0, axis.group))
+    else:
+        stacked = sent.new_empty(axis.size * sent.numel())
+        _all_gather(stacked, sent.view(-1), group=_group(axis))
     return stacked.view(axis.size, *part.shape)
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    """The group of an axis by its name, by which compiled code knows it (private in torch 2.11 and 2.13)."""
+    return dist.distributed_c10d._resolve_process_group(axis.group)
 
 
 def _joined(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

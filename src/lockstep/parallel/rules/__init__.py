@@ -71,7 +71,8 @@ def length(func: Any, args: Any, kwargs: Any) -> Any:
 FACTS = frozenset([
     "dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
     "is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "register_hook", "retain_grad",
-    "requires_grad_", "is_inference", "is_conj", "is_neg", "has_names", "__hash__", "__repr__", "__format__",
+    "requires_grad_", "is_inference", "is_conj", "is_neg", "has_names", "_is_view", "_is_zerotensor", "__hash__",
+    "__repr__", "__format__",
 ])
 """What is the same of a part and of the whole, or concerns the part alone."""
 

@@ -90,6 +90,6 @@ class _ClassLoss(torch.autograd.Function):
         shares, own, here, counts = ctx.saved_tensors
         if ctx.axis.size > 1:
             gradient = all_reduce(gradient, "sum", ctx.axis)
-        wanted = torch.zeros_like(shares).scatter_(-1, own[..., None], here[..., None].to(shares.dtype))
-        result = (shares - wanted) * (gradient * counts)[..., None]
+        wanted = here[..., None].to(shares.dtype)
+        result = shares.scatter_add(-1, own[..., None], -wanted).mul_((gradient * counts)[..., None])
         return result.movedim(-1, ctx.classes).to(ctx.dtype), None, None, None, None

@@ -12,7 +12,37 @@ from lockstep.parallel.cut import Along, add_up, along_of, mark, plain, whole_sh
 from lockstep.parallel.rules.arguments import arguments, cannot, taken
 from lockstep.parallel.rules.shapes import chunk
 
-IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+IN_PLACE = (
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "masked_fill_",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "exp_",
+    "neg_",
+    "sigmoid_",
+    "tanh_",
+    "relu_",
+    "square_",
+    "sqrt_",
+    "rsqrt_",
+    "pow_",
+    "zero_",
+    "fill_",
+    "copy_",
+    "addcmul_",
+    "addcdiv_",
+    "lerp_",
+    "silu_",
+    "gelu_",
+)
 
 DEFAULT_DIM = {"topk": -1, "sort": -1, "argsort": -1}
 
@@ -29,7 +59,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 along.append(mine)
             elif (same[0].dim, same[0].parts) != (mine.dim, mine.parts):
                 return cannot([same[0], mine], "it meets a tensor that is cut in another place")
-    changes_first = (func.__name__.endswith("_") and not func.__name__.endswith("__")) or func.__name__ in IN_PLACE
+    changes_first = func.__name__ in IN_PLACE
     if changes_first and {one.at(one.dim - args[0].dim()) for one in along_of(args[0])} != set(along):
         return NotImplemented
     along = [_with_origins(one, tensors) for one in along]

@@ -74,7 +74,7 @@ def follow(shape: Sequence[int], target: Sequence[int], along: Along) -> tuple[i
     new = [dim for dim, length in enumerate(target) if length != 1]
     while old:
         olds, news = [old.pop(0)], [new.pop(0)]
-        while (here := math.prod(shape[d] for d in olds)) != (there := math.prod(target[d] for d in news)):
+        while (here := math.prod([shape[d] for d in olds])) != (there := math.prod([target[d] for d in news])):
             if here < there:
                 olds.append(old.pop(0))
             else:
@@ -82,11 +82,11 @@ def follow(shape: Sequence[int], target: Sequence[int], along: Along) -> tuple[i
         if along.dim not in olds:
             continue
         at = olds.index(along.dim)
-        behind = math.prod(shape[d] for d in olds[at + 1 :])
-        parts = tuple(part * behind for part in along.parts) * math.prod(shape[d] for d in olds[:at])
+        behind = math.prod([shape[d] for d in olds[at + 1 :]])
+        parts = tuple(part * behind for part in along.parts) * math.prod([shape[d] for d in olds[:at]])
         for at, dim in enumerate(news):
-            times = math.prod(target[d] for d in news[:at])
-            behind = math.prod(target[d] for d in news[at + 1 :])
+            times = math.prod([target[d] for d in news[:at]])
+            behind = math.prod([target[d] for d in news[at + 1 :]])
             here_parts = parts[: len(parts) // times]
             if len(parts) % times or here_parts * times != parts or any(part % behind for part in here_parts):
                 continue
