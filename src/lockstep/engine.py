@@ -106,7 +106,7 @@ class Engine:
         self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
         self._compile = compile_
-        self._loss = compile_whole(loss) if compile_ == "model" else loss
+        self._loss = compile_whole(loss, layout.team > 1) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
         self._requests = requests

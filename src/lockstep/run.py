@@ -254,7 +254,7 @@ class Run:
         if self._recorder and self._recorder.settings.explain:
             engine.when_data_is_known(explain)
         elif self.layout.pp > 1 or self.layout.team > 1:
-            check_goes_together(self.layout, cutting)
+            check_goes_together(self.layout, cutting, self.device.type == "cuda")
             engine.steps_done = self._start.index["step"] if self._start else 0
             engine.when_data_is_known(prepare)
         else:

@@ -151,7 +151,7 @@ def parallelize(
             compute_with(model, blocks, numerics.param_dtype)
         modules = [block for _, block in blocks]
         seeded.extend(seed_points(model, modules))
-        change_forwards(cutting, modules, modules or [model])
+        change_forwards(cutting, modules, modules or [model], layout.team > 1)
         if fully_sharded:
             units = sharding_units(model, modules, cutting.shard)
             sharded.append(shard(model, units, comm, cutting.shard, numerics))
@@ -236,7 +236,7 @@ def parallelize_pipeline(
         first, end = plan.cuts[number], plan.cuts[number + 1]
         own = [model.get_submodule(part.name) for part in plan.parts[first:end]]
         blocks = [module for module, part in zip(own, plan.parts[first:end], strict=True) if part.is_block]
-        change_forwards(cutting, blocks, blocks or own)
+        change_forwards(cutting, blocks, blocks or own, layout.team > 1)
         stage = Stage(model, [part.name for part in plan.parts], number, first, end)
         if fully_sharded:
             units = sharding_units(stage, blocks, sharding)
@@ -368,10 +368,15 @@ def as_a_team(
     return TeamGradients(gradients, sums, pairs), given, counted
 
 
-def check_goes_together(layout: Layout, cutting: Cutting) -> None:
+def check_goes_together(layout: Layout, cutting: Cutting, on_cuda: bool = False) -> None:
     """Refuse what a pipeline, or ranks that compute together, cannot do, before anything is built."""
     if cutting.batch_norm == "sync" and layout.team > 1:
         raise UserError("batch_norm = sync does not go with tp or cp", "use batch_norm = micro-batch")
+    if cutting.compile != "off" and layout.team > 1 and on_cuda and dist.get_backend() == "gloo":
+        raise UserError(
+            "compile with tp or cp needs nccl on GPUs, and this run communicates by gloo (share_gpu)",
+            "use compile = off, or a GPU for every rank",
+        )
     if layout.pp == 1:
         return
     stages_of(cutting.pipeline.schedule, layout.pp, cutting.pipeline.per_rank)
@@ -426,10 +431,10 @@ def _ties(
     ]
 
 
-def change_forwards(cutting: Cutting, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module]) -> None:
+def change_forwards(cutting: Cutting, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool) -> None:
     """Compile the blocks and let modules recompute themselves, where that was asked for."""
     if cutting.compile == "blocks":
-        compile_blocks(list(blocks))
+        compile_blocks(list(blocks), cut)
     if cutting.recompute:
         for module in recomputed:
             recompute(module)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import Rehearsal
+from lockstep.parallel.cut import whole_of
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import rehearse_parts
@@ -127,7 +128,7 @@ class PipelinedCalls:
 
         def everywhere(tensor: torch.Tensor) -> torch.Tensor:
             if results:
-                whole = tensor.contiguous()
+                whole = whole_of(tensor).contiguous()
             else:
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             dist.broadcast(whole, last, group=self._comm.group("pp"))

@@ -17,6 +17,7 @@ from lockstep.config import Compile, NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
+from lockstep.parallel.cut import apart, marked_again
 from lockstep.parallel.forward import replace_forward
 from lockstep.parallel.statistics import batch_norms
 
@@ -52,21 +53,41 @@ def check_compilable(compile_: Compile, model: nn.Module, recompute: bool) -> No
         raise UserError("compile = model does not go with recompute of a model with BatchNorm", "use compile = blocks")
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(blocks: Sequence[nn.Module], cut: bool) -> None:
     """Compile the forward of every block, once for all of them where they are alike.
 
-    Only `forward` is compiled: hooks of a block (its random stream, its unsharding) stay outside the graph.
+    Only `forward` is compiled: hooks of a block (its random stream, its unsharding) stay outside the graph. `cut` says
+    that tensors inside may be cut over ranks.
     """
     allow_variants(len(blocks))
     for block in blocks:
-        replace_forward(block, torch.compile)
+        replace_forward(block, _compile_cut if cut else torch.compile)
 
 
-def compile_whole(loss: Callable[..., Any]) -> Callable[..., Any]:
+def compile_whole(loss: Callable[..., Any], cut: bool) -> Callable[..., Any]:
     """Compile the loss function and with it the model it calls."""
     allow_variants(1)
-    compiled: Callable[..., Any] = torch.compile(loss)
+    compiled: Callable[..., Any] = _compile_cut(loss) if cut else torch.compile(loss)
     return compiled
+
+
+def _compile_cut(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function in which tensors are cut over ranks.
+
+    In one graph: a cut tensor that lives on where a graph ends, torch would take for a whole one. So those that go in
+    and come out do so as plain ones, beside where they are cut.
+    """
+
+    @torch.compile(fullgraph=True)
+    def traced(along: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        args, kwargs = marked_again((args, kwargs), along)
+        return apart(function(*args, **kwargs))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        parts, along = apart((args, kwargs))
+        return marked_again(*traced(along, *parts))
+
+    return called
 
 
 def allow_variants(functions: int) -> None:
@@ -86,6 +107,12 @@ def compiled_calls() -> Iterator[None]:
     """Say in one sentence that torch would have to compile without end."""
     try:
         yield
+    except torch._dynamo.exc.Unsupported as error:
+        raise UserError(
+            f"a block whose tensors are cut over ranks has to be compiled in one graph, and torch cannot: "
+            f"{str(error).splitlines()[0]}",
+            "use compile = off, or a layout without tp and cp",
+        ) from error
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
             f"the model would have to be compiled more than {torch._dynamo.config.recompile_limit} times, because its "

@@ -91,6 +91,22 @@ class Cut(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # inside, a Cut is its own part
             return answer(func, args, kwargs or {})
 
+    # These are Python functions of torch's class, which torch.compile cannot hand over to the one above.
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:
+        """Into pieces."""
+        return self._answer(torch.Tensor.split, split_size, dim)
+
+    def unflatten(self, dim: Any, sizes: Any) -> Any:
+        """One dim into several."""
+        return self._answer(torch.Tensor.unflatten, dim, sizes)
+
+    def _answer(self, func: Any, *args: Any) -> Any:
+        from lockstep.parallel.rules import answer
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return answer(func, (self, *args), {})
+
     def __deepcopy__(self, memo: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return mark(self.detach().clone(), self.along)
@@ -221,6 +237,30 @@ def without_cuts(tree: Any, change: Callable[[torch.Tensor], torch.Tensor] = who
         return type(tree)([without_cuts(one, change) for one in tree])
     if type(tree) is dict:
         return {key: without_cuts(one, change) for key, one in tree.items()}
+    return tree
+
+
+def apart(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A value with its tensors plain, and where each of them is cut, in order; in tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return plain(tree), (along_of(tree),)
+    if type(tree) in (tuple, list):
+        pairs = [apart(one) for one in tree]
+        return type(tree)([part for part, _ in pairs]), tuple([along for _, along in pairs])
+    if type(tree) is dict:
+        found = {key: apart(one) for key, one in tree.items()}
+        return {key: pair[0] for key, pair in found.items()}, tuple([pair[1] for pair in found.values()])
+    return tree, ()
+
+
+def marked_again(tree: Any, along: tuple[Any, ...]) -> Any:
+    """The value that was taken `apart`."""
+    if isinstance(tree, torch.Tensor):
+        return mark(tree, along[0]) if along[0] else tree
+    if type(tree) in (tuple, list):
+        return type(tree)([marked_again(one, own) for one, own in zip(tree, along, strict=True)])
+    if type(tree) is dict:
+        return {key: marked_again(one, own) for (key, one), own in zip(tree.items(), along, strict=True)}
     return tree
 
 

@@ -268,7 +268,8 @@ class _Finder:
         uses = _Uses(trial, owners)
         for name, module in self._candidates.items():
             undo.append(replace_call(module, self._called(trial, axis, name)))
-        handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders]
+        # What leaves the last part does not cross to another stage.
+        handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
             with without_data(), no_shortcuts(), uses:
                 self._look(self._model)
@@ -287,9 +288,12 @@ class _Finder:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             trial.inside += 1
             try:
-                return self._answer(trial, axis, name, module, args, kwargs)
+                result = self._answer(trial, axis, name, module, args, kwargs)
             finally:
                 trial.inside -= 1
+            if any(module is border for border in self._borders[:-1]):
+                _refuse_cut_results(module, args, result)
+            return result
 
         return called
 
