@@ -31,7 +31,7 @@ from lockstep.errors import NonFiniteError, UserError
 from lockstep.faults.requests import Requests
 from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
-from lockstep.optim import use_fused_kernels
+from lockstep.optim import refuse_not_elementwise, use_fused_kernels
 from lockstep.parallel.apply import Look, ParallelModel
 from lockstep.parallel.calls import PipelinedCalls
 from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
@@ -106,6 +106,7 @@ class Engine:
         self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
         self._compile = compile_
+        self._plain_loss = loss
         self._loss = compile_whole(loss, layout.team > 1) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
@@ -147,6 +148,8 @@ class Engine:
         ]
         self.optimizer = self._make_optimizer(named)
         refuse_untrainable(named, self.optimizer, self.numerics)
+        if parallel.is_sharded or parallel.slices:
+            refuse_not_elementwise(self.optimizer, self.layout)
         use_fused_kernels(self.optimizer, self.model)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if self._compile != "off":
@@ -182,7 +185,7 @@ class Engine:
         def look(model: nn.Module, sequence: Axis | None = None) -> Any:
             parted = data if sequence is None else cut_sequences(data, sequence)
             with self.computing(), torch.random.fork_rng([]):
-                return self._summed_loss(model, parted)
+                return self._checked_loss(self._plain_loss(model, parted))
 
         prepare(look)
 
@@ -498,6 +501,10 @@ class Engine:
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
         with self._explaining():
             returned = self._loss(model, data)
+        return self._checked_loss(returned)
+
+    def _checked_loss(self, returned: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:
+        """Sum and weight of what a loss function returned."""
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise UserError(
                 f"the loss function returned {type(returned).__name__}",

@@ -52,6 +52,11 @@ class Layout:
                 raise UserError(
                     f"cannot read {part.strip()!r} in layout {text!r}", "write axis=size, as in dp=2,fsdp=4"
                 )
+            if axis == "ep":
+                raise UserError(
+                    "expert parallelism (ep) is not available",
+                    "use fsdp to shard experts, or tp, which cuts the matrices of each",
+                )
             if axis not in AXES:
                 raise unknown(f"axis in layout {text!r}:", axis, AXES)
             if axis in sizes or axis == auto:

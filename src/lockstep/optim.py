@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError, unknown
+from lockstep.layout import Layout
 
 if TYPE_CHECKING:
     from lockstep.engine import OptimizerFactory, Schedule
@@ -56,6 +57,48 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
         possible = type(optimizer) in FUSED_ON_SHARDS or not sharded
         if undecided and possible and not special and all(p.is_floating_point() for p in group["params"]):
             group["fused"] = True
+
+
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+)
+"""Stock optimizers that update every number of a parameter by that number's own gradients."""
+
+
+def refuse_not_elementwise(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    """Refuse an optimizer that does something else with a part of a parameter than with the whole (LAMB, Adafactor).
+
+    One that is not known is tried out on a small parameter, whole and in halves.
+    """
+    if type(optimizer) in ELEMENTWISE or is_elementwise(optimizer):
+        return
+    raise UserError(
+        f"the optimizer {type(optimizer).__name__} updates a part of a parameter in another way than the whole, and "
+        f"under layout {layout} ranks hold parts",
+        "use an elementwise optimizer such as AdamW, or a layout of dp and pp alone",
+    )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether two steps on a small parameter and on its halves come to the same; so if it cannot be tried out."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, generator=draw)
+    gradients = [torch.randn(4, 6, generator=draw) for _ in range(2)]
+
+    def trained(slices: list[slice]) -> torch.Tensor:
+        parts = [torch.nn.Parameter(start[rows].clone()) for rows in slices]
+        twin = type(optimizer)(parts, **optimizer.defaults)
+        for gradient in gradients:
+            for part, rows in zip(parts, slices, strict=True):
+                part.grad = gradient[rows].clone()
+            twin.step()
+        return torch.cat([part.detach() for part in parts])
+
+    try:
+        return torch.allclose(trained([slice(0, 4)]), trained([slice(0, 2), slice(2, 4)]), rtol=1e-5, atol=1e-7)
+    except Exception:  # whatever an unknown optimizer raises when it is made from its own defaults
+        return type(optimizer).__module__.partition(".")[0] != "torch"
 
 
 def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:
