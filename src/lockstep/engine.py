@@ -103,6 +103,8 @@ class Engine:
         self.steps_done = 0
         self.steps_skipped = 0
         apply_tf32(self.numerics, device)
+        if layout.team > 1:  # torch's own layers would hand parts of matrices to a kernel that takes them for whole
+            torch.backends.mha.set_fastpath_enabled(False)
         self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
         self._compile = compile_
@@ -181,6 +183,7 @@ class Engine:
         prepare, self._prepare = self._prepare, None
         data = self._transfers.send(data).take()
         self.sequence_length = sequence_length(data)
+        self._parted(data)  # refuses lengths that cannot be shared out
 
         def look(model: nn.Module, sequence: Axis | None = None) -> Any:
             parted = data if sequence is None else cut_sequences(data, sequence)

@@ -221,6 +221,8 @@ class Cell:
     fused: bool = False
     frozen: bool = False
     recompute: bool = False
+    sequence: bool = False
+    """Whether what is between the matrices is cut by tokens."""
     optimizer: Optimizer = "adamw"
     depth: int = 2
     slow: bool = field(default=False, compare=False)
@@ -246,6 +248,7 @@ class Cell:
             "fused matrices": self.fused,
             "frozen": self.frozen,
             "recompute": self.recompute,
+            "sequence": self.sequence,
             self.optimizer: self.optimizer != "adamw",
         }
         return " ".join(word for word, is_said in said.items() if is_said)
@@ -263,6 +266,8 @@ CELLS = [
     Cell("tp=2",             recompute=True, dropout=DROPOUT),
     Cell("tp=2",             precision="bf16"),
     Cell("tp=2",             optimizer="sgd"),
+    Cell("tp=2",             sequence=True, dropout=DROPOUT),
+    Cell("tp=2",             sequence=True, fused=True, recompute=True, slow=True),
     Cell("tp=2",             optimizer="fused adamw", slow=True),
     Cell("tp=4",             slow=True),
     Cell("tp=4",             fused=True, dropout=DROPOUT, slow=True),
@@ -294,6 +299,12 @@ CELLS = [
     Cell("dp=2,fsdp=2,tp=2", "zero3", slow=True),
     Cell("pp=2,dp=2,tp=2",   schedule="1f1b", slow=True),
     Cell("fsdp=2,cp=2,tp=2", "zero3", slow=True),
+    Cell("dp=2,cp=2,tp=2",   slow=True),
+    Cell("fsdp=2,tp=2",      "zero3", sequence=True, slow=True),
+    Cell("cp=2,tp=2",        sequence=True, slow=True),
+    Cell("dp=2,fsdp=2,cp=2", "zero3", slow=True),
+    Cell("pp=2,dp=2,fsdp=2,tp=2", "zero3", "1f1b", slow=True),
+    Cell("dp=2,fsdp=2,cp=2,tp=2", "zero3", slow=True),
 ]
 # fmt: on
 
@@ -341,6 +352,7 @@ def train_one(run: Run, cell: Cell) -> Record:
         recompute=cell.recompute,
         shard={"level": cell.level},
         pipeline={"schedule": cell.schedule},
+        tensor={"sequence": "on" if cell.sequence else "off"},
     )
     loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=STEPS, workers=0)
     seen = Record([], [], [], {}, held(engine), {}, stored(engine))
@@ -499,6 +511,7 @@ def in_one_process(cell: Cell) -> Cell:
         schedule="1f1b",
         micro_batches=GLOBAL_BATCH // cell.micro_batch,
         recompute=False,
+        sequence=False,
         slow=False,
     )
 
@@ -600,12 +613,14 @@ def test_dropout_fused_matrices_and_rounding_really_are_another_computation(tabl
 # ---- How often ranks talk
 
 
-def count_collectives(job: Job, layout: str) -> dict[int, tuple[Counter[str], Counter[str]]]:
+def count_collectives(job: Job, layout: str, sequence: str) -> dict[int, tuple[Counter[str], Counter[str]]]:
     """What one forward and one backward send, by the number of blocks."""
     found = {}
     with join(job, layout) as run:
         for depth in (2, 3):
-            engine = run.setup(partial(GPT, depth), text_loss, optimizer=adamw)
+            # CommDebugMode hands every matrix a copy of what it takes in: only one can gather it here.
+            model = partial(GPT, depth, fused=sequence == "on")
+            engine = run.setup(model, text_loss, optimizer=adamw, tensor={"sequence": sequence})
             batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
             with CommDebugMode() as forward:  # type: ignore[no-untyped-call]
                 loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
@@ -626,20 +641,64 @@ def by_kind(seen: CommDebugMode) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "forward", "backward"),
+    ("layout", "sequence", "forward", "backward"),
     [
-        ("tp=2", {"allreduce": 2}, {"allreduce": 2}),
-        ("cp=2", {"allgather": 2}, {"reducescatter": 2}),
+        ("tp=2", "off", {"allreduce": 2}, {"allreduce": 2}),
+        ("tp=2", "on", {"allgather": 2, "reducescatter": 2}, {"allgather": 2, "reducescatter": 2}),
+        ("cp=2", "off", {"allgather": 2}, {"reducescatter": 2}),
     ],
 )
 def test_a_block_talks_as_often_as_it_has_to(
-    ranks: RankPool, layout: str, forward: dict[str, int], backward: dict[str, int]
+    ranks: RankPool, layout: str, sequence: str, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
-    for by_depth in ranks.run(count_collectives, 2, layout):
+    for by_depth in ranks.run(count_collectives, 2, layout, sequence):
         of_a_block = [three - two for two, three in zip(by_depth[2], by_depth[3], strict=True)]
         assert of_a_block == [forward, backward]
         for two, of_one in zip(by_depth[2], of_a_block, strict=True):
-            assert set(two - of_one - of_one) <= {"allreduce"}, "outside of blocks only sums"
+            rest = set(two - of_one - of_one)
+            assert rest <= {"allreduce"} or sequence == "on", "outside of blocks only sums"
+
+
+# ---- Compiled
+
+
+def train_compiled(job: Job, layout: str, compiled: list[str], cache: Path) -> list[list[float]]:
+    found = []
+    with pytest.MonkeyPatch.context() as patch, join(job, layout) as run:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        for how in compiled:
+            torch.compiler.reset()
+            engine = run.setup(GPT, text_loss, optimizer=adamw, clip=CLIP, compile=how)  # type: ignore[arg-type]
+            loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=2, steps=4, workers=0)
+            found.append([number for out in map(engine.step, loader) for number in (out.loss, out.grad_norm.item())])
+    return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all layouts: kernels are compiled once."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.limit(500)
+@pytest.mark.parametrize(
+    ("layout", "compiled"),
+    [
+        ("tp=2", ["blocks", "model"]),
+        ("cp=2", ["blocks", "model"]),
+        ("fsdp=2,tp=2", ["blocks"]),
+        ("cp=2,tp=2", ["blocks"]),
+        ("pp=2,tp=2", ["blocks"]),
+    ],
+)
+def test_compiled_code_gives_the_numbers_of_one_eager_process(
+    ranks: RankPool, cache: Path, layout: str, compiled: list[str]
+) -> None:
+    ((expected,),) = ranks.run(train_compiled, 1, "single", ["off"], cache)
+    for rank in ranks.run(train_compiled, Layout.parse(layout).world_size, layout, compiled, cache, timeout=450):
+        for numbers in rank:
+            assert numbers == pytest.approx(expected, rel=1e-5)
 
 
 # ---- Evaluation

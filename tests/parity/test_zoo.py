@@ -21,8 +21,8 @@ from tests.parity.problems import Tensors, adamw, disagreeing_gradients, gradien
 from tests.parity.zoo import ENTRIES, ZOO, Entry
 from tests.ranks import Job, RankFailed, RankPool
 
-LAYOUTS = ["dp=2", "fsdp=2", "pp=2", "pp=4", "tp=2", "tp=2,pp=2", "cp=2"]
-SLOW = ["dp=2", "fsdp=2", "pp=4"]
+LAYOUTS = ["dp=2", "fsdp=2", "pp=2", "pp=4", "tp=2", "cp=2", "tp=2,pp=2"]
+SLOW = ["dp=2", "fsdp=2", "pp=4", "tp=2", "cp=2", "tp=2,pp=2"]
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
 STEPS = 3

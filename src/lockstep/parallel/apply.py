@@ -35,7 +35,7 @@ from lockstep.parallel.shard import ShardedGradients, shard, sharding_units
 from lockstep.parallel.stage import Stage, cut_model, skeleton_of
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.team import TeamGradients, shown_whole
-from lockstep.parallel.tensor import Slice, cut_modules
+from lockstep.parallel.tensor import Slice, cut_modules, open_attention
 from lockstep.parallel.tensorplan import TensorPlan, plan_tensor
 from lockstep.parallel.ties import Tie, add_up, copy_to_all
 from lockstep.parallel.timetable import SPLITS_BACKWARD, stages_of
@@ -160,6 +160,8 @@ def parallelize(
     slices: dict[str, Slice] = {}
     if look is not None:
         fill_buffers(built)
+        if layout.cp > 1:
+            open_attention(built.model)
         skeleton = skeleton_of(built.model, device)
         if layout.cp > 1:
             plan_context(skeleton, look, layout.cp)
@@ -300,6 +302,8 @@ def build_and_plan(
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
+    if layout.cp > 1:
+        open_attention(built.model)
     planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
     if layout.cp > 1:
         planned = replace(planned, gathers=plan_context(planned.skeleton, look, layout.cp))

@@ -255,8 +255,8 @@ def leaked(line: str) -> UserError:
 
 
 @contextmanager
-def without_data() -> Iterator[None]:
-    """Refuse, with the user's own line, what only a value can decide."""
+def without_data(who: str = "which only one stage of a pipeline has") -> Iterator[None]:
+    """Refuse, with the user's own line, what only a value can decide; `who` says who could not know it."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError) as error:
@@ -264,7 +264,7 @@ def without_data() -> Iterator[None]:
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
         raise UserError(
             f"{where} reads a value of the model while it computes (.item(), if, or a shape that follows from it), "
-            "which only one stage of a pipeline has",
+            f"{who}",
             "compute with tensors there (torch.where), or use a dp or fsdp layout",
         ) from error
 

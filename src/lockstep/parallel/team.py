@@ -74,7 +74,12 @@ class TeamGradients:
         for group, parameters in self._sums:
             _add_up([_local(p.grad) for p in parameters if p.grad is not None], group)
         for stored, given in self._shown:
-            given.grad = None if stored.grad is None else _like(given, _local(stored.grad))
+            if stored.grad is None:
+                given.grad = None
+            elif given.grad is None:
+                given.grad = _like(given, _local(stored.grad))
+            else:  # a new DTensor for each of many parameters takes a while (private in torch 2.11 and 2.13)
+                given.grad._local_tensor = _local(stored.grad)  # type: ignore[attr-defined]
 
     def updated(self) -> None:
         """The optimizer has changed what it was given, which is what is stored."""

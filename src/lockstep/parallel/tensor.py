@@ -100,6 +100,23 @@ def cut_modules(model: nn.Module, roles: dict[str, Role], axis: Axis) -> dict[st
     return {name: cut[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in cut}
 
 
+def open_attention(model: nn.Module) -> None:
+    """Let torch's attention modules compute step by step, so that what is cut by sequence can be followed."""
+    alone = Role("heads", ())
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and fits_heads(module) is None:
+            replace_forward(module, partial(_forward_of, alone, Axis("tp", 1, 0)))
+
+
+def fits_heads(module: nn.MultiheadAttention) -> str | None:
+    """Why an attention module cannot be computed head by head, None where it can."""
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it has a learnt key (add_bias_kv) or a zero one (add_zero_attn)"
+    if type(module).forward is not nn.MultiheadAttention.forward:
+        return "it has a forward of its own"
+    return None
+
+
 def own_part(parameter: torch.Tensor, how: Slice, axis: Axis) -> nn.Parameter:
     """This rank's part of a parameter."""
     part = take(parameter.detach(), Along(axis, how.dim, how.parts)).clone(memory_format=torch.contiguous_format)
@@ -163,6 +180,7 @@ def heads(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """torch's own attention module, on this rank's heads. Its forward hands the matrices to one large function."""
     along = partial(Along, axis, parts=(module.embed_dim,), origins=_origins(axis, module))
+    is_cut = axis.size > 1 or axis.observer is not None
     query, key, value = (gathered(one, axis) for one in (query, key, value))
     batched = query.dim() == 3
     if not batched:
@@ -177,7 +195,7 @@ def heads(
     parted = []
     for one, matrix, bias in zip((query, key, value), matrices, biases, strict=True):
         values = F.linear(one, matrix, bias)
-        values = marked(values, along(values.dim() - 1))
+        values = marked(values, along(values.dim() - 1)) if is_cut else values
         parted.append(values.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2))
     mask = _bias(module, attn_mask, key_padding_mask, is_causal, query.dtype, query.shape[0])
     p = module.dropout if module.training else 0.0
@@ -228,7 +246,7 @@ def _bias(
 
 
 def _of_all_heads(shares: torch.Tensor, axis: Axis, average: bool) -> torch.Tensor:
-    (cut,) = [one for one in along_of(shares) if one.axis.name == axis.name]
+    cut = next((one for one in along_of(shares) if one.axis.name == axis.name), Along(axis, 1, ()))
     rest = tuple(one for one in along_of(shares) if one.axis.name != axis.name)
     if not average:
         return mark(gather(plain(shares), cut), rest)

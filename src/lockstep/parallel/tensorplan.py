@@ -17,13 +17,13 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.context import no_shortcuts
+from lockstep.parallel.context import LOOKED_AT, no_shortcuts
 from lockstep.parallel.crossing import is_fake, user_line
 from lockstep.parallel.cut import Along, Following, Parts, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import without_data
-from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_linear, row, slices
+from lockstep.parallel.tensor import Role, Slice, column, features, fits_heads, heads, is_linear, row, slices
 from lockstep.parallel.trees import tensors_of
 from lockstep.runtime.axis import Axis
 
@@ -68,6 +68,8 @@ class Trial:
     roles: dict[str, Role] = field(default_factory=dict)
     partners: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    """Modules whose parameters are used elsewhere, and where."""
     inside: int = 0
 
     def __hash__(self) -> int:
@@ -106,11 +108,19 @@ class _Uses(Following):
         self.outside: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._trial.inside:
+        if not self._trial.inside and not _only_asks(func):
             for value in (*args, *(kwargs or {}).values()):
-                if id(value) in self._owners and getattr(func, "__name__", "") not in ("__get__", "size", "dim"):
+                if id(value) in self._owners:
                     self.outside[self._owners[id(value)]] = user_line()
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _only_asks(func: Any) -> bool:
+    """Whether a function of a parameter is about its shape or kind, and not its numbers."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in ("T", "mT", "H", "mH", "data", "real", "imag")
+    return name in ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride")
 
 
 def plan_tensor(
@@ -137,8 +147,8 @@ def plan_tensor(
     if not plan.roles or (blocks and not inside):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:3])
         raise UserError(
-            f"tp={tp} would cut nothing of this model's {'blocks' if blocks else 'matrices'}"
-            f"{f' ({why})' if why else ', which has none'}",
+            f"tp={tp} would cut nothing {'in the blocks of this model' if blocks else 'of this model'}"
+            f"{f' ({why})' if why else ''}",
             "use a dp, fsdp or pp layout for it",
         )
     return plan
@@ -271,18 +281,14 @@ class _Finder:
         # What leaves the last part does not cross to another stage.
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
-            with without_data(), no_shortcuts(), uses:
+            with without_data(LOOKED_AT), no_shortcuts(), uses:
                 self._look(self._model)
         finally:
             for one in reversed(undo):
                 one()
             for handle in handles:
                 handle.remove()
-        for name, line in uses.outside.items():
-            if name in trial.roles:
-                raise CannotCutError(
-                    [frozenset([name])], f"its weight is used outside of it{f' ({line})' if line else ''}"
-                )
+        trial.outside = uses.outside
 
     def _called(self, trial: Trial, axis: Axis, name: str) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +361,10 @@ class _Finder:
                 trial.roles[name] = Role("vocabulary", (len(module.weight),))
 
     def _settle_ties(self, trial: Trial) -> None:
-        """A parameter that several modules share is cut in one way."""
+        """A parameter that several modules share is cut in one way, and none that is used without its module."""
+        for name, line in trial.outside.items():
+            if name in trial.roles:
+                raise CannotCutError([frozenset([name])], f"its weight is used outside of it ({line})")
         for group in tied_names(self._model):
             ways: dict[str, Slice | None] = {}
             for full in group:
@@ -427,10 +436,7 @@ def _counts(numbers: torch.Tensor) -> bool:
 def _unfit(module: nn.Module) -> str | None:
     """Why a module cannot be cut whatever it is used for."""
     if isinstance(module, nn.MultiheadAttention):
-        if module.bias_k is not None or module.add_zero_attn:
-            return "it has a learnt key (add_bias_kv) or a zero one (add_zero_attn)"
-        if type(module).forward is not nn.MultiheadAttention.forward:
-            return "it has a forward of its own"
+        return fits_heads(module)
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             return "it has max_norm, sparse or scale_grad_by_freq"

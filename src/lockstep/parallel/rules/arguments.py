@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.cut import Along, Parts, along_of, plain, take, whole_shape
+from lockstep.parallel.cut import Along, Parts, along_of, gather, mark, plain, take, whole_shape
 from lockstep.runtime.axis import Axis
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,6 +30,19 @@ def cuts_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, dict):
         return [cut for one in tree.values() for cut in cuts_in(one)]
     return []
+
+
+def cut_like(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
+    """A tensor whole where it is not cut like `along` (dims from the last one): a mask of keys, say."""
+    rest = []
+    part = plain(value)
+    for one in along_of(value):
+        same = [other for other in along if other.axis.name == one.axis.name]
+        if not same or (same[0].dim, same[0].parts) != (one.dim - value.dim(), one.parts):
+            part = gather(part, one)
+        else:
+            rest.append(one)
+    return mark(part, rest)
 
 
 def taken(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:

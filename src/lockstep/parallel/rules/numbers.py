@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.parallel.cut import Along, add_up, along_of, mark, plain, whole_shape, without_cuts
-from lockstep.parallel.rules.arguments import arguments, cannot, taken
+from lockstep.parallel.rules.arguments import arguments, cannot, cut_like, taken
 from lockstep.parallel.rules.shapes import chunk
 
 IN_PLACE = (
@@ -51,13 +52,16 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operands that broadcast: all are cut alike, and of those that are whole each rank takes its part."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     along: list[Along] = []  # dims counted from the last one: -1, -2, ...
-    for tensor in tensors:
-        for one in along_of(tensor):
+    sizes = [math.prod(whole_shape(tensor)) for tensor in tensors]
+    for size in sorted(set(sizes), reverse=True):
+        for one, tensor in [(one, t) for t, n in zip(tensors, sizes, strict=True) if n == size for one in along_of(t)]:
             mine = one.at(one.dim - tensor.dim())
             same = [other for other in along if other.axis.name == mine.axis.name]
-            if not same:
+            if not same and (mine.axis.name == "tp" or size == max(sizes)):
                 along.append(mine)
-            elif (same[0].dim, same[0].parts) != (mine.dim, mine.parts):
+            elif not same:
+                continue  # a mask of keys, say, that meets scores of whole sequences: it is gathered
+            elif (same[0].dim, same[0].parts) != (mine.dim, mine.parts) and mine.axis.name == "tp":
                 return cannot([same[0], mine], "it meets a tensor that is cut in another place")
     changes_first = func.__name__ in IN_PLACE
     if changes_first and {one.at(one.dim - args[0].dim()) for one in along_of(args[0])} != set(along):
@@ -65,7 +69,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = [_with_origins(one, tensors) for one in along]
 
     def own(value: Any) -> Any:
-        return taken(value, along) if isinstance(value, torch.Tensor) else value
+        return taken(cut_like(value, along), along) if isinstance(value, torch.Tensor) else value
 
     for one in along:
         for tensor in tensors:

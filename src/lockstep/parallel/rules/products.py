@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.parallel.cut import Along, add_up, along_of, gather, mark, plain, take, whole_shape
-from lockstep.parallel.rules.arguments import Rule, arguments, cannot, cuts_in, taken
+from lockstep.parallel.rules.arguments import Rule, arguments, cannot, cut_like, cuts_in, taken
 from lockstep.parallel.rules.numbers import along_dim, dropout, pointwise
 from lockstep.parallel.rules.shapes import repeat_interleave, swap_dims
 
@@ -36,6 +36,10 @@ def contract(
             if one.axis.name == name
         )
         letter, cut = first
+        if name != "tp" and not along_of(values[0]) and letter not in letters[0] and values[0].dim() > 2:
+            # Queries of another sequence: they need all keys.
+            values = [whole_along(value, name) for value in values]
+            continue
         for number, (value, named) in enumerate(zip(values, letters, strict=True)):
             mine = next((one for one in along_of(value) if one.axis.name == name), None)
             if mine is not None and (named[mine.dim], mine.parts) == (letter, cut.parts):
@@ -59,6 +63,14 @@ def contract(
     for axis in sums:
         result = add_up(result, axis)
     return mark(result, along)
+
+
+def whole_along(value: torch.Tensor, axis: str) -> torch.Tensor:
+    """A tensor, gathered where it is cut over one axis."""
+    part = plain(value)
+    for one in along_of(value):
+        part = gather(part, one) if one.axis.name == axis else part
+    return mark(part, [one for one in along_of(value) if one.axis.name != axis])
 
 
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +158,8 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return cannot(along_of(operand), "its queries are whole")
         keys.append(plain(operand))
     if bias is not None:
-        bias = taken(bias, [one.at(one.dim - query.dim()) for one in (*by_head, *by_row)])
+        by_query = [one.at(one.dim - query.dim()) for one in (*by_head, *by_row)]
+        bias = taken(cut_like(bias, by_query), by_query)
     part, options = plain(query), {"scale": scale, "enable_gqa": grouped}
     if causal and by_row:
         result = _causal_rows(func, part, keys[0], keys[1], by_row[0], options)

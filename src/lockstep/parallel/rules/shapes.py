@@ -275,6 +275,10 @@ def _slice_of(index: Any, along: Along) -> tuple[Any, Parts] | None:
     if isinstance(index, int) or index.step not in (None, 1):
         return None
     start, end, _ = index.indices(along.size)
+    if (start, end) == (0, along.size):
+        return slice(None), along.parts
+    if not along.is_even:
+        return None
     cuts = [size for size in (start, end - start, along.size - end) if size > 0]
     pieces = divided(along.parts, cuts) if end > start else None
     if pieces is None:
