@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.problems import adamw, join, text_loss
+from tests.parity.problems import adamw, error_of, join, text_loss
 from tests.parity.test_tensor import GLOBAL_BATCH, GPT, Texts
 from tests.ranks import Job, RankPool
 
@@ -47,10 +47,20 @@ def test_a_layout_gives_the_numbers_of_one_gpu(ranks: RankPool, layout: str, cou
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2"])
-def test_bf16_and_compiled_blocks_come_close(ranks: RankPool, layout: str) -> None:
-    on_cuda = {"device": "cuda", "timeout_minutes": 2.5}
-    trainings: list[dict[str, Any]] = [{"precision": "bf16"}, {"compile": "blocks"}]
-    expected = ranks.run(train, 1, "single", trainings, timeout=170, **on_cuda)[0]
-    for rank in ranks.run(train, 2, layout, trainings, timeout=200, **on_cuda, share_gpu=True):
-        for numbers, single, tolerance in zip(rank, expected, (3e-2, 2e-4), strict=True):
-            assert numbers == pytest.approx(single, rel=tolerance)
+def test_bf16_comes_close(ranks: RankPool, layout: str) -> None:
+    on_cuda = {"device": "cuda", "timeout_minutes": 1.5}
+    trainings: list[dict[str, Any]] = [{"precision": "bf16"}]
+    expected = ranks.run(train, 1, "single", trainings, timeout=110, **on_cuda)[0][0]
+    for (numbers,) in ranks.run(train, 2, layout, trainings, timeout=110, **on_cuda, share_gpu=True):
+        assert numbers == pytest.approx(expected, rel=3e-2)
+
+
+def compile_in_vain(job: Job) -> str:
+    with join(job, "tp=2", device="cuda", share_gpu=True) as run:
+        error = error_of(lambda: run.setup(GPT, text_loss, optimizer=adamw, compile="blocks"))
+    return str(error)
+
+
+def test_compiled_collectives_want_a_gpu_for_every_rank(ranks: RankPool) -> None:
+    for sentence in ranks.run(compile_in_vain, 2):
+        assert "needs nccl" in sentence

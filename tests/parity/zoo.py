@@ -2214,8 +2214,8 @@ REFUSED = {
         **dict.fromkeys(
             [
                 "course-mlp", "toy", "net", "autoencoder", "vae", "unet-mlp", "stack", "top-down", "in-place",
-                "deep-supervision", "buffer", "detached", "unused", "constants", "siamese", "universal", "two-calls", "item",
-                "branch", "early-exit", "layer-drop",
+                "deep-supervision", "buffer", "detached", "unused", "constants", "siamese", "universal", "two-calls",
+                "item", "branch", "early-exit", "layer-drop",
             ],
             NO_SEQUENCES,
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lockstep.parallel.cut import Along, add_up, along_of, gather, mark, plain, take, whole_shape
 from lockstep.parallel.rules.arguments import Rule, arguments, cannot, cut_like, cuts_in, taken
@@ -182,8 +183,17 @@ def _causal_rows(
     found = []
     for chunk_number, rows in zip(axis.chunks_of(axis.rank), query.split(length, -2), strict=True):
         end = (chunk_number + 1) * length
-        seen = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
-        found.append(func(rows, key[..., :end, :], value[..., :end, :], attn_mask=seen, **options))
+        keys, values = key[..., :end, :], value[..., :end, :]
+        if end == length:
+            found.append(func(rows, keys, values, is_causal=True, **options))
+        elif query.is_cuda and not options["enable_gqa"]:
+            # The kernels for a triangle at the right end, which a mask would keep from being used (private in torch
+            # 2.11 and 2.13: its public way is a class that is switched off in here).
+            bias = causal_lower_right(length, end)
+            found.append(CausalBias._dispatch(rows, keys, values, bias, scale=options["scale"]))
+        else:
+            mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
+            found.append(func(rows, keys, values, attn_mask=mask, **options))
     return torch.cat(found, -2)
 
 
