@@ -70,12 +70,12 @@ from lockstep.parallel.apply import (
     Look,
     build_and_plan,
     check_goes_together,
-    most_ranks,
     parallelize,
     parallelize_pipeline,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
+from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
 from lockstep.precision import check_can_compute
 from lockstep.recording import Recorder, VerifySettings
@@ -242,7 +242,7 @@ class Run:
             target = self._target_layout
             _, planned = build_and_plan(build_model, look, target, self._comm, self.device, cutting, self.seed)
             facts = {
-                "heads": most_ranks(planned, look),
+                "heads": most_ranks(planned.skeleton, look),
                 "sequence": engine.sequence_length,
                 "global_batch": self._global_batch,
                 "memory": rank_memory(),

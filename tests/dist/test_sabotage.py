@@ -27,9 +27,13 @@ from lockstep.data.order import Order
 from lockstep.folder import RunFolder, create_folder
 from lockstep.grads import global_norm, gradient_scale
 from lockstep.layout import Layout
-from lockstep.parallel import apply, replicate
+from lockstep.parallel import apply, replicate, team, tensor
+from lockstep.parallel.cut import Along, Parts, along_of, mark, plain, take
+from lockstep.parallel.rules import products
 from lockstep.parallel.statistics import RunningStatistics
+from lockstep.parallel.tensor import Role, Slice
 from lockstep.recording import keep_blocks, read_recording
+from lockstep.runtime.axis import Axis
 from lockstep.verify import Comparison, compare
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -43,10 +47,12 @@ from tests.parity.problems import (
     join,
     text_loss,
 )
+from tests.parity.test_tensor import GPT, Texts
 from tests.ranks import Job, RankPool
 
 CLIP: dict[str, Any] = {"clip": 0.1}
 IMAGES: dict[str, Any] = {"build_model": ConvNet, "loss": image_loss, "dataset": Images}
+FUSED: dict[str, Any] = {"build_model": partial(GPT, fused=True), "dataset": Texts}
 STEPS = 3
 MICRO_BATCH = 2
 Patch = pytest.MonkeyPatch
@@ -104,7 +110,14 @@ def verifier(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Verif
 
 @pytest.mark.parametrize(
     ("layout", "level"),
-    [("dp=2", "zero3"), ("fsdp=2", "zero2"), ("fsdp=3", "zero3"), ("dp=2,fsdp=2", "zero1"), ("pp=2", "zero3")],
+    [
+        ("dp=2", "zero3"),
+        ("fsdp=2", "zero2"),
+        ("fsdp=3", "zero3"),
+        ("dp=2,fsdp=2", "zero1"),
+        ("pp=2", "zero3"),
+        ("tp=2", "zero3"),
+    ],
 )
 def test_a_sound_layout_passes(verifier: Verifier, layout: str, level: str) -> None:
     found = verifier.verify(layout, clip=0.5, shard={"level": level}, precision="bf16")
@@ -115,6 +128,12 @@ def test_a_sound_layout_passes(verifier: Verifier, layout: str, level: str) -> N
     assert found.ours.ranks[0]["changed"] == {"precision": ["bf16", "fp32"]}
     assert found.ours.ranks[0]["tied"] == [["embedding.weight", "head.weight"]]
     assert found.ours.micro_batch == {"train": MICRO_BATCH}
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2"])
+def test_ranks_that_compute_together_pass(verifier: Verifier, layout: str) -> None:
+    found = verifier.verify(layout, **FUSED)
+    assert found.same, judge(found).text
 
 
 def test_running_statistics_are_compared_too(verifier: Verifier) -> None:
@@ -247,6 +266,51 @@ def draw_other_masks(_job: Job, patch: Patch) -> None:
     patch.setattr(lockstep.engine, "seed_torch", lambda seed: torch.manual_seed(seed + 1))
 
 
+def keep_what_a_row_returns(_job: Job, patch: Patch) -> None:
+    patch.setattr(tensor, "joined", lambda part, _axis: part)
+
+
+def add_the_bias_of_a_row_on_every_rank(_job: Job, patch: Patch) -> None:
+    def row(module: nn.Linear, axis: Axis, _parts: Parts, value: torch.Tensor) -> torch.Tensor:
+        rest = tuple(one for one in along_of(value) if one.axis.name != axis.name)
+        return tensor.joined(F.linear(mark(plain(value), rest), module.weight, module.bias), axis)
+
+    patch.setattr(tensor, "row", row)
+
+
+def cut_a_fused_matrix_in_one_piece(_job: Job, patch: Patch) -> None:
+    slices = tensor.slices
+
+    def contiguous(module: nn.Module, role: Role) -> dict[str, Slice]:
+        return {name: Slice(one.dim, (sum(one.parts),)) for name, one in slices(module, role).items()}
+
+    patch.setattr(tensor, "slices", contiguous)
+
+
+def keep_the_gradients_of_a_team_apart(_job: Job, patch: Patch) -> None:
+    patch.setattr(team, "_add_up", lambda _gradients, _group: None)
+
+
+def look_up_only_what_is_here(_job: Job, patch: Patch) -> None:
+    def vocabulary(module: nn.Embedding, axis: Axis, parts: Parts, numbers: torch.Tensor) -> torch.Tensor:
+        first, count = Along(axis, 0, parts).rows_of(axis.rank).start, len(module.weight)
+        elsewhere = (numbers < first) | (numbers >= first + count)
+        found = F.embedding((numbers - first).masked_fill(elsewhere, 0), module.weight)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    patch.setattr(tensor, "vocabulary", vocabulary)
+
+
+def attend_to_own_tokens_only(_job: Job, patch: Patch) -> None:
+    def own_rows(
+        func: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, along: Along, options: dict[str, Any]
+    ) -> torch.Tensor:
+        key, value = (take(one, along.at(one.dim() - 2)) for one in (key, value))
+        return func(query, key, value, is_causal=True, **options)  # type: ignore[no-any-return]
+
+    patch.setattr(products, "_causal_rows", own_rows)
+
+
 # fmt: off
 BROKEN: list[tuple[str, Sabotage, dict[str, Any], str, int, str | None]] = [
     # layout   sabotage                               options  cause               step  module
@@ -267,13 +331,26 @@ BROKEN: list[tuple[str, Sabotage, dict[str, Any], str, int, str | None]] = [
     ("dp=2",   change_one_replica,                    {},      "replica",            1, "blocks.0.attention.query"),
     ("dp=2",   count_each_rank_for_itself,            IMAGES,  "replica",            1, "norm1"),
     ("fsdp=2", draw_other_masks,                      {},      "loss",               1, "embedding"),
+    ("tp=2",   keep_what_a_row_returns,               {},      "replica",            1, "x"),
+    ("tp=2",   keep_what_a_row_returns,               FUSED,   "replica",            1, "x"),
+    ("tp=2",   add_the_bias_of_a_row_on_every_rank,   {},      "loss",               1, "x"),
+    ("tp=2",   cut_a_fused_matrix_in_one_piece,       FUSED,   "loss",               1, "x"),
+    ("tp=2",   keep_the_gradients_of_a_team_apart,    {},      "replica",            1, "x"),
+    ("tp=2",   look_up_only_what_is_here,             {},      "replica",            1, "x"),
+    ("cp=2",   attend_to_own_tokens_only,             FUSED,   "loss",               1, "x"),
+    ("cp=2",   keep_the_gradients_of_a_team_apart,    FUSED,   "replica",            1, "x"),
 ]
 # fmt: on
 
 
+def name_of(layout: str, sabotage: Sabotage, options: dict[str, Any]) -> str:
+    variant = next((name for name, known in (("clipped", CLIP), ("fused", FUSED)) if options is known), "plain")
+    return f"{layout}-{sabotage.__name__}-{variant}"
+
+
 @pytest.mark.parametrize(
     ("layout", "sabotage", "options", "cause", "step", "module"),
-    [pytest.param(*row, id=f"{row[1].__name__}-{'clipped' if row[2] else 'plain'}") for row in BROKEN],
+    [pytest.param(*row, id=name_of(*row[:3])) for row in BROKEN],
 )
 def test_a_broken_layout_is_caught_with_its_cause(
     verifier: Verifier,

@@ -20,7 +20,8 @@ from lockstep.faults.requests import Requests
 from lockstep.grads import local_gradients
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks, seed_points
-from lockstep.parallel.apply import LocalGradients, ParallelModel
+from lockstep.parallel.apply import ParallelModel
+from lockstep.parallel.gradients import LocalGradients
 from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import shard
 from lockstep.parallel.statistics import RunningStatistics

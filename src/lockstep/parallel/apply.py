@@ -6,8 +6,7 @@ does for plain blocks only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -23,23 +22,21 @@ from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.context import plan_context
 from lockstep.parallel.crossing import is_fake
-from lockstep.parallel.cut import Along, take
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
+from lockstep.parallel.gradients import GradientSync, PipelineGradients, whole_gradients
 from lockstep.parallel.links import Links
-from lockstep.parallel.materialise import Built, Tensors, build_initial, fill, fill_buffers, materialise
+from lockstep.parallel.materialise import Built, build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.planning import Planned, plan_pipeline
 from lockstep.parallel.recompute import recompute
-from lockstep.parallel.replicate import GradientBuckets
 from lockstep.parallel.shard import ShardedGradients, shard, sharding_units
 from lockstep.parallel.stage import Stage, cut_model, skeleton_of
 from lockstep.parallel.statistics import RunningStatistics
-from lockstep.parallel.team import TeamGradients, shown_whole
-from lockstep.parallel.tensor import Slice, cut_modules, open_attention
-from lockstep.parallel.tensorplan import TensorPlan, plan_tensor
-from lockstep.parallel.ties import Tie, add_up, copy_to_all
+from lockstep.parallel.team import as_a_team
+from lockstep.parallel.tensor import Slice, cut_matrices, open_attention
+from lockstep.parallel.tensorplan import plan_tensor
+from lockstep.parallel.ties import Tie
 from lockstep.parallel.timetable import SPLITS_BACKWARD, stages_of
-from lockstep.parallel.zero1 import ShardedOptimizer
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 
@@ -48,29 +45,6 @@ class Look(Protocol):
     """Runs the user's loss function once, on a model without data and the first samples, their sequences cut or not."""
 
     def __call__(self, model: nn.Module, sequence: Axis | None = None, /) -> Any: ...
-
-
-class GradientSync(Protocol):
-    """How the gradients of one step come together.
-
-    One that `counts_unused` finds out by itself, in `wait`, whether any rank has parameters without a gradient; else
-    the ranks have to tell each other what `unused` says.
-    """
-
-    @property
-    def counts_unused(self) -> bool: ...
-    @property
-    def path(self) -> int:
-        """Tells apart steps in which a rank gathered its parameters in another order; 0 where nothing is gathered."""
-
-    def rest(self) -> None: ...
-    def begin(self) -> None: ...
-    def before_backward(self, last: bool) -> None: ...
-    def unused(self) -> int: ...
-    def wait(self) -> bool: ...
-    def finish(self, somebody_has_unused: bool) -> None: ...
-    def updated(self) -> None: ...
-    def restored(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -167,7 +141,7 @@ def parallelize(
             plan_context(skeleton, look, layout.cp)
         if (axis := comm.cut_axis("tp")) is not None:
             plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, (), cuts_tokens(cutting, device))
-            built, slices = cut_matrices(built, plan, axis)
+            built, slices = cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
     model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
     gradients: GradientSync
@@ -213,7 +187,7 @@ def parallelize_pipeline(
     slices: dict[str, Slice] = {}
     if (axis := comm.cut_axis("tp")) is not None:
         assert planned.tensor is not None
-        built, slices = cut_matrices(built, planned.tensor, axis)
+        built, slices = cut_matrices(built, planned.tensor.roles, axis._replace(sequence=planned.tensor.sequence))
     rank = layout.coordinate(comm.rank)["pp"]
     links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
@@ -315,61 +289,10 @@ def build_and_plan(
     return built, planned
 
 
-def cut_matrices(built: Built, plan: TensorPlan, axis: Axis) -> tuple[Built, dict[str, Slice]]:
-    """Leave of every matrix that the plan cuts the part of this rank; what initial values are still to come as well."""
-    slices = cut_modules(built.model, plan.roles, axis._replace(sequence=plan.sequence))
-    source = built.tensors
-    if source is None:
-        return built, slices
-
-    def parts(names: Collection[str] | None) -> Tensors:
-        for name, full in source(names):
-            how = slices.get(name)
-            yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
-
-    return Built(built.model, parts), slices
-
-
-def most_ranks(planned: Planned, look: Look) -> int:
-    """What a tp axis has to divide in the blocks of a model, 0 where it could cut nothing."""
-    try:
-        plan = plan_tensor(planned.skeleton, look, {}, 1)
-    except UserError:
-        return 0
-    return math.gcd(*(size for sizes in plan.sizes.values() for size, what in sizes if what == "heads")) or math.gcd(
-        *(size for name, sizes in plan.sizes.items() for size, _ in sizes if name in plan.partners)
-    )
-
-
 def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:
     """Whether tokens are to be cut between matrices: on GPUs, where it saves memory at no cost in traffic."""
     asked = cutting.tensor.sequence
     return asked == "on" or (asked == "auto" and device.type == "cuda")
-
-
-def as_a_team(
-    gradients: GradientSync,
-    parameters: list[tuple[str, nn.Parameter]],
-    slices: dict[str, Slice],
-    layout: Layout,
-    comm: Comm,
-) -> tuple[GradientSync, list[tuple[str, nn.Parameter]], list[nn.Parameter]]:
-    """The gradients of ranks that compute together, what the optimizer is given, and what of it counts in the norm."""
-    if layout.team == 1:
-        return gradients, parameters, [parameter for _, parameter in parameters]
-    sums = []
-    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    if (group := comm.group("tp")) is not None:
-        sums.append((group, [parameter for name, parameter in trained if name not in slices]))
-    if (group := comm.group("cp")) is not None and layout.fsdp > 1:  # else one sum with that over dp
-        sums.append((group, [parameter for _, parameter in trained]))
-    given = parameters
-    if comm.tensor_mesh is not None:
-        given = shown_whole(parameters, slices, comm.tensor_mesh)
-    pairs = [(stored, shown) for (_, stored), (_, shown) in zip(parameters, given, strict=True)]
-    first = layout.coordinate(comm.rank)["tp"] == 0
-    counted = [parameter for name, parameter in given if first or name in slices]
-    return TeamGradients(gradients, sums, pairs), given, counted
 
 
 def check_goes_together(layout: Layout, cutting: Cutting, on_cuda: bool = False) -> None:
@@ -442,109 +365,3 @@ def change_forwards(cutting: Cutting, blocks: Iterable[nn.Module], recomputed: I
     if cutting.recompute:
         for module in recomputed:
             recompute(module)
-
-
-def whole_gradients(
-    parameters: list[tuple[str, nn.Parameter]], layout: Layout, comm: Comm, numerics: NumericsConfig
-) -> tuple[GradientSync, list[tuple[str, nn.Parameter]]]:
-    """How gradients of parameters that every data rank holds whole come together, and what the optimizer works on."""
-    if layout.fsdp > 1:
-        optimizer = ShardedOptimizer(parameters, comm, numerics.reduce_dtype)
-        return optimizer, list(optimizer.rows.items())
-    if (replicas := comm.group("dp") if layout.cp == 1 else comm.group_over("dp", "cp")) is not None:
-        return GradientBuckets(parameters, replicas, comm, numerics.reduce_dtype), parameters
-    return LocalGradients([parameter for _, parameter in parameters]), parameters
-
-
-class PipelineGradients:
-    """The gradients of the stages of one rank: reduced after the last of their backward passes, and ties added up."""
-
-    counts_unused = False
-    path = 0  # the parts of a stage are called in one order, or the forward is refused
-
-    def __init__(self, stages: list[GradientSync], ties: list[Tie]) -> None:
-        self._stages = stages
-        self._ties = ties
-
-    def rest(self) -> None:
-        """Every stage as it is between steps."""
-        for stage in self._stages:
-            stage.rest()
-
-    def begin(self) -> None:
-        """Start a step."""
-        for stage in self._stages:
-            stage.begin()
-
-    def before_backward(self, last: bool) -> None:  # noqa: ARG002 - of one stage it may be
-        """Nothing is summed before all of them are done: the stages of a pipeline end at different times."""
-        for stage in self._stages:
-            stage.before_backward(False)
-
-    def unused(self) -> int:
-        """How many parameters got no gradient on this rank in this step."""
-        return sum(stage.unused() for stage in self._stages)
-
-    def wait(self) -> bool:
-        """Sum over the data ranks, now."""
-        for stage in self._stages:
-            if isinstance(stage, ShardedGradients):
-                stage.reduce()
-        found = [stage.wait() for stage in self._stages]
-        return any(found)
-
-    def finish(self, somebody_has_unused: bool) -> None:
-        """Make the sums this step's gradients, those of tied parameters over their stages too."""
-        for stage in self._stages:
-            stage.finish(somebody_has_unused)
-        add_up(self._ties)
-
-    def updated(self) -> None:
-        """The optimizer has changed what this rank has of the parameters."""
-        for stage in self._stages:
-            stage.updated()
-        copy_to_all(self._ties)
-
-    def restored(self) -> None:
-        """A checkpoint has."""
-        for stage in self._stages:
-            stage.restored()
-        copy_to_all(self._ties)
-
-
-class LocalGradients:
-    """One process: gradients need no synchronisation."""
-
-    counts_unused = True
-    path = 0
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def rest(self) -> None:
-        """Nothing to give back."""
-
-    def begin(self) -> None:
-        """Start a step: no gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def before_backward(self, last: bool) -> None:
-        """Nothing to prepare."""
-
-    def unused(self) -> int:
-        """Nothing to agree on."""
-        return 0
-
-    def wait(self) -> bool:
-        """Nothing to wait for."""
-        return False
-
-    def finish(self, somebody_has_unused: bool) -> None:
-        """They are this step's gradients already."""
-
-    def updated(self) -> None:
-        """Nothing to gather."""
-
-    def restored(self) -> None:
-        """Nothing to gather."""

@@ -16,9 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lockstep.layout import Layout
 from lockstep.parallel.cut import Along, put_together
+from lockstep.parallel.gradients import GradientSync
 from lockstep.parallel.tensor import Slice
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.comm import Comm
 
 
 class TeamGradients:
@@ -30,7 +33,7 @@ class TeamGradients:
 
     def __init__(
         self,
-        inner: Any,
+        inner: GradientSync,
         sums: Sequence[tuple[dist.ProcessGroup, Sequence[nn.Parameter]]],
         shown: Sequence[tuple[nn.Parameter, nn.Parameter]],
     ) -> None:
@@ -41,12 +44,12 @@ class TeamGradients:
     @property
     def counts_unused(self) -> bool:
         """Whether `wait` finds out which parameters got no gradient."""
-        return bool(self._inner.counts_unused)
+        return self._inner.counts_unused
 
     @property
     def path(self) -> int:
         """The order in which this rank gathered its parameters."""
-        return int(self._inner.path)
+        return self._inner.path
 
     def rest(self) -> None:
         """Between steps."""
@@ -62,11 +65,11 @@ class TeamGradients:
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
-        return int(self._inner.unused())
+        return self._inner.unused()
 
     def wait(self) -> bool:
         """Wait for the sums over the data ranks."""
-        return bool(self._inner.wait())
+        return self._inner.wait()
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Add up what the ranks of the team have, and show it to the optimizer."""
@@ -88,6 +91,31 @@ class TeamGradients:
     def restored(self) -> None:
         """A checkpoint has."""
         self._inner.restored()
+
+
+def as_a_team(
+    gradients: GradientSync,
+    parameters: list[tuple[str, nn.Parameter]],
+    slices: dict[str, Slice],
+    layout: Layout,
+    comm: Comm,
+) -> tuple[GradientSync, list[tuple[str, nn.Parameter]], list[nn.Parameter]]:
+    """The gradients of ranks that compute together, what the optimizer is given, and what of it counts in the norm."""
+    if layout.team == 1:
+        return gradients, parameters, [parameter for _, parameter in parameters]
+    sums = []
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if (group := comm.group("tp")) is not None:
+        sums.append((group, [parameter for name, parameter in trained if name not in slices]))
+    if (group := comm.group("cp")) is not None and layout.fsdp > 1:  # else one sum with that over dp
+        sums.append((group, [parameter for _, parameter in trained]))
+    given = parameters
+    if comm.tensor_mesh is not None:
+        given = shown_whole(parameters, slices, comm.tensor_mesh)
+    pairs = [(stored, shown) for (_, stored), (_, shown) in zip(parameters, given, strict=True)]
+    first = layout.coordinate(comm.rank)["tp"] == 0
+    counted = [parameter for name, parameter in given if first or name in slices]
+    return TeamGradients(gradients, sums, pairs), given, counted
 
 
 def shown_whole(

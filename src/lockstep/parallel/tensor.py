@@ -8,7 +8,7 @@ cut by its rows: each rank looks up what it has, and the results are added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.parallel.cut import Along, Parts, add_up, add_up_apart, along_of, gather, mark, plain, take
 from lockstep.parallel.forward import Forward, replace_forward
+from lockstep.parallel.materialise import Built, Tensors
 from lockstep.runtime.axis import Axis
 
 Kind = Literal["column", "row", "vocabulary", "heads"]
@@ -115,6 +116,21 @@ def fits_heads(module: nn.MultiheadAttention) -> str | None:
     if type(module).forward is not nn.MultiheadAttention.forward:
         return "it has a forward of its own"
     return None
+
+
+def cut_matrices(built: Built, roles: dict[str, Role], axis: Axis) -> tuple[Built, dict[str, Slice]]:
+    """Leave of every matrix that the plan cuts the part of this rank; what initial values are still to come as well."""
+    slices = cut_modules(built.model, roles, axis)
+    source = built.tensors
+    if source is None:
+        return built, slices
+
+    def parts(names: Collection[str] | None) -> Tensors:
+        for name, full in source(names):
+            how = slices.get(name)
+            yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
+
+    return Built(built.model, parts), slices
 
 
 def own_part(parameter: torch.Tensor, how: Slice, axis: Axis) -> nn.Parameter:

@@ -8,6 +8,7 @@ the whole, the matrices it came from stay whole, with that as the reason, and th
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -152,6 +153,17 @@ def plan_tensor(
             "use a dp, fsdp or pp layout for it",
         )
     return plan
+
+
+def most_ranks(skeleton: nn.Module, look: Callable[[nn.Module], Any]) -> int:
+    """What a tp axis has to divide in the blocks of a model, 0 where it could cut nothing."""
+    try:
+        plan = plan_tensor(skeleton, look, {}, 1)
+    except UserError:
+        return 0
+    return math.gcd(*(size for sizes in plan.sizes.values() for size, what in sizes if what == "heads")) or math.gcd(
+        *(size for name, sizes in plan.sizes.items() for size, _ in sizes if name in plan.partners)
+    )
 
 
 class _Finder:

@@ -13,37 +13,13 @@ from lockstep.parallel.cut import Along, add_up, along_of, mark, plain, whole_sh
 from lockstep.parallel.rules.arguments import arguments, cannot, cut_like, taken
 from lockstep.parallel.rules.shapes import chunk
 
+# fmt: off
 IN_PLACE = (
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "masked_fill_",
-    "clamp_",
-    "clamp_min_",
-    "clamp_max_",
-    "exp_",
-    "neg_",
-    "sigmoid_",
-    "tanh_",
-    "relu_",
-    "square_",
-    "sqrt_",
-    "rsqrt_",
-    "pow_",
-    "zero_",
-    "fill_",
-    "copy_",
-    "addcmul_",
-    "addcdiv_",
-    "lerp_",
-    "silu_",
-    "gelu_",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_",
+    "clamp_min_", "clamp_max_", "exp_", "neg_", "sigmoid_", "tanh_", "relu_", "square_", "sqrt_", "rsqrt_", "pow_",
+    "zero_", "fill_", "copy_", "addcmul_", "addcdiv_", "lerp_", "silu_", "gelu_",
 )
+# fmt: on
 
 DEFAULT_DIM = {"topk": -1, "sort": -1, "argsort": -1}
 
