@@ -235,6 +235,8 @@ class Run:
             check_groups(self._comm.gather(optimizer_groups(engine)))
             if engine.pipeline is not None:
                 self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
+            for line in parallel.notes:
+                self.message(line)
             self._restore(engine)
 
         def explain(look: Look) -> None:

@@ -86,6 +86,8 @@ class ParallelModel:
     skeleton: nn.Module | None = None
     slices: dict[str, Slice] = field(default_factory=dict)
     """The parameters that are cut over the tp axis."""
+    notes: list[str] = field(default_factory=list)
+    """What people should know of how the model was cut."""
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -132,15 +134,17 @@ def parallelize(
 
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     slices: dict[str, Slice] = {}
+    notes: list[str] = []
     if look is not None:
         fill_buffers(built)
         if layout.cp > 1:
             open_attention(built.model)
         skeleton = skeleton_of(built.model, device)
         if layout.cp > 1:
-            plan_context(skeleton, look, layout.cp)
+            notes += [f"whole sequences are gathered: {line}" for line in plan_context(skeleton, look, layout.cp)]
         if (axis := comm.cut_axis("tp")) is not None:
             plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, (), cuts_tokens(cutting, device))
+            notes.append(plan.describe(layout.tp))
             built, slices = cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
     model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
@@ -168,6 +172,7 @@ def parallelize(
         layout.fsdp > 1,
         "a sharded layout" if layout.fsdp > 1 else "a synchronised BatchNorm" if synchronised else None,
         slices=slices,
+        notes=notes,
     )
 
 
@@ -256,6 +261,7 @@ def parallelize_pipeline(
         pipeline,
         skeleton,
         slices,
+        [planned.tensor.describe(layout.tp)] if planned.tensor is not None else [],
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +51,15 @@ class TensorPlan:
     """Whether what is between the matrices is cut by tokens."""
     why: str
     """Why it is, or is not."""
+
+    def describe(self, tp: int) -> str:
+        """For people: how much is cut, and what is not."""
+        kinds = Counter(role.kind for role in self.roles.values())
+        words = {"column": "by columns", "row": "by rows", "vocabulary": "by entries", "heads": "by heads"}
+        cut = ", ".join(f"{count} {words[kind]}" for kind, count in kinds.items())
+        alike = Counter(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.whole)
+        whole = ", ".join(list(alike)[:3]) + (" and others" if len(alike) > 3 else "")
+        return f"tp={tp} cuts matrices: {cut}{f'; whole on every rank: {whole}' if whole else ''}"
 
 
 class CannotCutError(Exception):
