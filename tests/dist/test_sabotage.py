@@ -34,6 +34,7 @@ from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.tensor import Role, Slice
 from lockstep.recording import keep_blocks, read_recording
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.comm import Comm
 from lockstep.verify import Comparison, compare
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -291,6 +292,16 @@ def keep_the_gradients_of_a_team_apart(_job: Job, patch: Patch) -> None:
     patch.setattr(team, "_add_up", lambda _gradients, _group: None)
 
 
+def sum_over_data_alone(_job: Job, patch: Patch) -> None:
+    """Ranks that have other tokens of the same samples keep their gradients to themselves."""
+    group_over = Comm.group_over
+
+    def without_sequences(self: Comm, *axes: str) -> dist.ProcessGroup:
+        return group_over(self, *(axis for axis in axes if axis != "cp"))
+
+    patch.setattr(Comm, "group_over", without_sequences)
+
+
 def look_up_only_what_is_here(_job: Job, patch: Patch) -> None:
     def vocabulary(module: nn.Embedding, axis: Axis, parts: Parts, numbers: torch.Tensor) -> torch.Tensor:
         first, count = Along(axis, 0, parts).rows_of(axis.rank).start, len(module.weight)
@@ -331,14 +342,14 @@ BROKEN: list[tuple[str, Sabotage, dict[str, Any], str, int, str | None]] = [
     ("dp=2",   change_one_replica,                    {},      "replica",            1, "blocks.0.attention.query"),
     ("dp=2",   count_each_rank_for_itself,            IMAGES,  "replica",            1, "norm1"),
     ("fsdp=2", draw_other_masks,                      {},      "loss",               1, "embedding"),
-    ("tp=2",   keep_what_a_row_returns,               {},      "replica",            1, "x"),
-    ("tp=2",   keep_what_a_row_returns,               FUSED,   "replica",            1, "x"),
-    ("tp=2",   add_the_bias_of_a_row_on_every_rank,   {},      "loss",               1, "x"),
-    ("tp=2",   cut_a_fused_matrix_in_one_piece,       FUSED,   "loss",               1, "x"),
-    ("tp=2",   keep_the_gradients_of_a_team_apart,    {},      "replica",            1, "x"),
-    ("tp=2",   look_up_only_what_is_here,             {},      "replica",            1, "x"),
-    ("cp=2",   attend_to_own_tokens_only,             FUSED,   "loss",               1, "x"),
-    ("cp=2",   keep_the_gradients_of_a_team_apart,    FUSED,   "replica",            1, "x"),
+    ("tp=2",   keep_what_a_row_returns,               {},      "loss",               1, "embedding"),
+    ("tp=2",   keep_what_a_row_returns,               FUSED,   "loss",               1, "embedding"),
+    ("tp=2",   add_the_bias_of_a_row_on_every_rank,   {},      "loss",               1, "embedding"),
+    ("tp=2",   cut_a_fused_matrix_in_one_piece,       FUSED,   "loss",               1, "embedding"),
+    ("tp=2",   keep_the_gradients_of_a_team_apart,    {},      "replica",            1, "blocks.0.norm1"),
+    ("tp=2",   look_up_only_what_is_here,             {},      "loss",               1, "embedding"),
+    ("cp=2",   attend_to_own_tokens_only,             FUSED,   "loss",               1, "embedding"),
+    ("cp=2",   sum_over_data_alone,                   FUSED,   "replica",            1, "embedding"),
 ]
 # fmt: on
 

@@ -460,6 +460,8 @@ def _unfit(module: nn.Module) -> str | None:
     """Why a module cannot be cut whatever it is used for."""
     if isinstance(module, nn.MultiheadAttention):
         return fits_heads(module)
+    if is_linear(module) and features(module)[1] == 1:
+        return "it returns one value"
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             return "it has max_norm, sparse or scale_grad_by_freq"

@@ -139,6 +139,8 @@ def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = whole_shape(value)
     dims = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [dim % len(shape) for dim in dims if shape[dim] == 1]
+    if lost := [one for one in along_of(value) if one.dim in gone]:
+        return cannot(lost, "the dim that is cut is taken away")
     kept = [length for dim, length in enumerate(value.shape) if dim not in gone]
     along = [one.at(one.dim - sum(dim < one.dim for dim in gone)) for one in along_of(value)]
     return mark(plain(value).reshape(kept), along)
