@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import TYPE_CHECKING, Any
 
 from lockstep.modelplan import ModelPlan, balance
 from lockstep.parallel.tensor import slices
+from lockstep.parallel.tensorplan import starred
 from lockstep.parallel.timetable import peak_in_flight, stages_of, timetable
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ def _show_matrices(plan: dict[str, Any], terminal: Terminal) -> None:
     for row in plan["modules"]:
         whole, mine = ("x".join(map(str, row[key])) if key in row else "" for key in ("whole", "part"))
         parts = f" ({len(row['parts'])} parts)" if len(row.get("parts", ())) > 1 else ""
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row["name"])
-        shown.setdefault((row["role"], pattern, whole, mine + parts, row["why"]), []).append(row["name"])
+        shown.setdefault((row["role"], starred(row["name"]), whole, mine + parts, row["why"]), []).append(row["name"])
     for (role, pattern, *facts), names in shown.items():
         table.add_row(role, str(len(names)), names[0] if len(names) == 1 else pattern, *facts)
     terminal.print()

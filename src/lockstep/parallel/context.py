@@ -7,6 +7,7 @@ have the most to do.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,8 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.crossing import user_line
-from lockstep.parallel.cut import Along, Following, Parts, along_of, mark, take
+from lockstep.parallel.crossing import is_library, user_line
+from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_of, mark, take
 from lockstep.parallel.rehearsal import without_data
 from lockstep.parallel.trees import map_tensors, tensors_of
 from lockstep.runtime.axis import Axis
@@ -83,7 +84,7 @@ class ContextTrial:
         """Lengths are checked when they are known."""
 
 
-def plan_context(skeleton: nn.Module, look: Callable[[nn.Module, Axis], Any], cp: int) -> list[str]:
+def plan_context(skeleton: nn.Module, look: Callable[..., Any], cp: int) -> list[str]:
     """Try out whether the sequences of a model can be cut; returns where they are gathered. Else it is refused."""
     trial = ContextTrial()
     blocks = [block for _, block in find_blocks(skeleton)] or [skeleton]
@@ -100,7 +101,7 @@ def plan_context(skeleton: nn.Module, look: Callable[[nn.Module, Axis], Any], cp
         handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leave, always_call=True))
     try:
-        with without_data(LOOKED_AT), no_shortcuts(), Following():
+        with without_data(LOOKED_AT), no_shortcuts(), can_be_followed(lambda: look(skeleton), "cp"), Following():
             look(skeleton, Axis("cp", 1, 0, observer=trial))
     finally:
         for handle in handles:
@@ -112,6 +113,23 @@ def plan_context(skeleton: nn.Module, look: Callable[[nn.Module, Axis], Any], cp
             "use a dp, fsdp or tp layout for this model",
         )
     return trial.gathers
+
+
+@contextmanager
+def can_be_followed(look: Callable[[], Any], axis: str) -> Iterator[None]:
+    """Refuse a model in which cut values lead to an error that it does not have without them."""
+    try:
+        yield
+    except (UserError, CannotCutError):
+        raise
+    except Exception as error:
+        look()  # an error of the user's own comes again
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        raise UserError(
+            f"the values of this model cannot be followed for {axis}{where}: {type(error).__name__}: {error}",
+            f"use a layout without {axis}, or leave the matrices around it whole (tensor.roles)",
+        ) from error
 
 
 @contextmanager

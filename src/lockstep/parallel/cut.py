@@ -31,6 +31,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+class CannotCutError(Exception):
+    """A trial has come to an operation that needs the whole of what some modules returned."""
+
+    def __init__(self, origins: list[frozenset[str]], reason: str, parts: Parts | None = None) -> None:
+        super().__init__(reason)
+        self.origins = origins
+        self.reason = reason
+        self.parts = parts
+
+
 class Observer(Protocol):
     """Who looks on when a forward is tried out: it learns what cannot be cut, and what a cut has to divide."""
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.context import LOOKED_AT, no_shortcuts
+from lockstep.parallel.context import LOOKED_AT, can_be_followed, no_shortcuts
 from lockstep.parallel.crossing import is_fake, user_line
-from lockstep.parallel.cut import Along, Following, Parts, along_of, plain
+from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import without_data
@@ -31,6 +31,9 @@ from lockstep.parallel.trees import tensors_of
 from lockstep.runtime.axis import Axis
 
 SAID = "tensor.roles says so"
+
+MOST_PARTS = 16
+"""What is taken apart into more pieces than this has no parts that could be cut each."""
 
 WORTH_CUTTING = 0.01
 """A table of embeddings that holds less than this share of a model stays whole."""
@@ -57,19 +60,9 @@ class TensorPlan:
         kinds = Counter(role.kind for role in self.roles.values())
         words = {"column": "by columns", "row": "by rows", "vocabulary": "by entries", "heads": "by heads"}
         cut = ", ".join(f"{count} {words[kind]}" for kind, count in kinds.items())
-        alike = Counter(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.whole)
+        alike = Counter(map(starred, self.whole))
         whole = ", ".join(list(alike)[:3]) + (" and others" if len(alike) > 3 else "")
         return f"tp={tp} cuts matrices: {cut}{f'; whole on every rank: {whole}' if whole else ''}"
-
-
-class CannotCutError(Exception):
-    """A trial has come to an operation that needs the whole of what some modules returned."""
-
-    def __init__(self, origins: list[frozenset[str]], reason: str, parts: Parts | None = None) -> None:
-        super().__init__(reason)
-        self.origins = origins
-        self.reason = reason
-        self.parts = parts
 
 
 @dataclass
@@ -202,7 +195,6 @@ class _Finder:
         self._whole: dict[str, str] = {}
         self._parts: dict[str, Parts] = {}
         self._tried: dict[str, set[Parts]] = {}
-        self._divisors: dict[str, str] = {}
         self._stated = self._stated_roles(stated)
         self._hints = _own_plan(model, self._candidates)
         for name in self._candidates:
@@ -267,26 +259,39 @@ class _Finder:
             raise UserError(f"this model cannot be cut for tp={self._tp}: {found.reason}", "use another layout")
         # Of two that do not go together the smaller stays whole: one key for many heads, say.
         blamed = min(groups, key=lambda names: sum(self._returns(name) for name in names))
-        for name in blamed:
-            returns = self._returns(name)
-            if (
-                found.parts is not None
-                and len(blamed) == 1
-                and not isinstance(self._candidates[name], nn.MultiheadAttention)
-            ):
-                scale = returns / sum(found.parts)
-                parts = tuple(int(part * scale) for part in found.parts)
-                tried = self._tried.setdefault(name, set())
-                if sum(parts) == returns and min(parts) > 1 and parts not in tried and len(parts) <= 16:
-                    tried.add(parts)
-                    self._parts[name] = parts
-                    continue
+        parts = found.parts if len(blamed) == 1 else None
+        for name in sorted(blamed):
+            if parts is not None and self._try_parts(name, parts):
+                continue
             if self._stated.get(name) in ("column", "row"):
                 raise UserError(
                     f"tensor.roles makes {name} a {self._stated[name]}, and it cannot be cut: {found.reason}",
                     "leave it out of tensor.roles, or say whole",
                 )
-            self._whole[name] = found.reason
+            for alike in self._alike(name):
+                self._whole.setdefault(alike, found.reason)
+
+    def _try_parts(self, name: str, sizes: Parts) -> bool:
+        """Whether it is worth a try to cut each part of what a matrix returns: it is taken apart into such sizes."""
+        returns = self._returns(name)
+        parts = tuple(size * returns // sum(sizes) for size in sizes)
+        tried = self._tried.setdefault(name, set())
+        fits = sum(parts) == returns and min(parts) > 1 and len(parts) <= MOST_PARTS
+        if not fits or parts in tried or isinstance(self._candidates[name], nn.MultiheadAttention):
+            return False
+        for alike in self._alike(name):
+            self._tried.setdefault(alike, set()).add(parts)
+            self._parts[alike] = parts
+        return True
+
+    def _alike(self, name: str) -> list[str]:
+        """The same matrix in every block of a list: what is learnt of one need not be tried out for each."""
+        block = next((one for one in self._blocks if name == one or name.startswith(f"{one}.")), None)
+        if block is None:
+            return [name]
+        siblings = [one for one in self._blocks if one.rpartition(".")[0] == block.rpartition(".")[0]]
+        others = [one + name.removeprefix(block) for one in siblings]
+        return [one for one in others if one in self._candidates and self._returns(one) == self._returns(name)]
 
     def _returns(self, name: str) -> int:
         module: Any = self._candidates[name]
@@ -304,7 +309,7 @@ class _Finder:
         # What leaves the last part does not cross to another stage.
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
-            with without_data(LOOKED_AT), no_shortcuts(), uses:
+            with without_data(LOOKED_AT), no_shortcuts(), can_be_followed(lambda: self._look(self._model), "tp"), uses:
                 self._look(self._model)
         finally:
             for one in reversed(undo):
@@ -441,6 +446,11 @@ def _own_plan(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str
                 named = [name for name in candidates if fnmatch.fnmatchcase(name, full)]
                 found |= dict.fromkeys(named, kinds[kind]) if kind in kinds else {}
     return found
+
+
+def starred(name: str) -> str:
+    """A name with * for the numbers in it, which is a pattern for the same module in every block."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def divisors(number: int) -> str:
