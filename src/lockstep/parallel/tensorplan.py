@@ -428,9 +428,10 @@ class _Finder:
                     continue  # the scores of a vocabulary, which may be shared out unevenly
                 if what != "heads" and not inside:
                     raise CannotCutError([frozenset([name])], f"{self._tp} ranks cannot share its {size} {what} evenly")
+                whole = f'--set \'tensor.roles={{"{starred(name)}": "whole"}}\''
                 raise UserError(
                     f"{name} cannot be cut for tp={self._tp}: tp must divide {size} {what}: {divisors(size)}",
-                    f'use one of these sizes, or leave the module whole: --set \'tensor.roles={{"{name}": "whole"}}\'',
+                    f"use one of these sizes, or leave the module whole: {whole}",
                 )
 
 
