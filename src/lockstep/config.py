@@ -6,8 +6,10 @@ wins. An unknown key, a wrong type or a contradiction is a UserError that names 
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
@@ -333,15 +335,23 @@ def parse_assignments(assignments: Sequence[str]) -> Nested:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise UserError(f"cannot read --set {assignment!r}", "write --set key=value, as in --set optimizer.lr=0.01")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = None if text.strip() == "unset" else text.strip()
+        value = _read_value(text)
         try:
             _put(values, key.strip(), value)
         except TypeError:
             raise UserError(f"--set {key} contradicts another --set", "a key is either a value or a table") from None
     return values
+
+
+def _read_value(text: str) -> Any:
+    """A value of `--set`: TOML, or a table as JSON has it, or text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if text.strip().startswith("{"):
+            with suppress(json.JSONDecodeError):
+                return json.loads(text)
+    return None if text.strip() == "unset" else text.strip()
 
 
 def to_toml(config: LaunchConfig) -> str:
@@ -359,7 +369,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Dotted keys and their values; `optimizer.args` and other free tables stay whole."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and dotted not in ("optimizer.args",):
+        if isinstance(value, Mapping) and dotted not in ("optimizer.args", "tensor.roles"):
             yield from flatten(value, f"{dotted}.")
         else:
             yield dotted, value

@@ -76,6 +76,12 @@ class Layout:
 
     def resolve(self, world_size: int) -> Layout:
         """The layout with its auto axis filled in, checked against the world size and what goes together."""
+        if (self.cp > 1 or self.auto == "cp") and (self.pp > 1 or self.auto == "pp"):
+            raise UserError(
+                f"layout {self} has both cp and pp, and what crosses from stage to stage is not cut by sequence yet",
+                f"use layout {replace(self, cp=1, tp=self.tp * self.cp, auto=None)} or "
+                f"{replace(self, pp=1, fsdp=self.fsdp * self.pp, auto=None)}",
+            )
         layout = self
         if self.auto and world_size % self.world_size == 0:
             layout = replace(self, **{self.auto: world_size // self.world_size}, auto=None)
@@ -84,12 +90,6 @@ class Layout:
                 f"layout {self} needs {self._arithmetic()} but there {_are(world_size)}",
                 f"use --nproc {self.world_size}{' or a multiple of it' if self.auto else ''}, "
                 f"or layout {' or '.join(map(str, _closest_layouts(self, world_size)))}",
-            )
-        if layout.cp > 1 and layout.pp > 1:
-            raise UserError(
-                f"layout {layout} has both cp and pp, and what crosses from stage to stage is not cut by sequence yet",
-                f"use layout {replace(layout, cp=1, tp=layout.tp * layout.cp)} or "
-                f"{replace(layout, pp=1, fsdp=layout.fsdp * layout.pp)}",
             )
         return layout
 

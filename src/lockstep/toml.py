@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,11 @@ def _line(key: str, value: Any) -> str:
     return f"# {key} is unset" if value is None else f"{key} = {_value(value)}"
 
 
+def _key(key: str) -> str:
+    """A key as TOML has it: quoted where it is more than letters and digits."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -42,5 +48,5 @@ def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -156,10 +156,6 @@ def test_what_cannot_be_cut_is_one_sentence_and_leaves_no_run(folder: Path, comm
     assert left_in(folder) == ["pictures.py", "script.py"]
 
 
-ROLES_BY_HAND = pytest.mark.xfail(strict=True, reason="--set tensor.roles is refused in the form that the docs have")
-
-
-@ROLES_BY_HAND
 def test_a_role_for_a_matrix_that_is_not_there_is_refused(folder: Path) -> None:
     roles = 'tensor.roles={"blocks.*.mlp": "whole"}'
     done = lockstep(folder, "run", "--layout", "tp=2", "--nproc", "2", "--set", roles, "script.py")
@@ -168,7 +164,6 @@ def test_a_role_for_a_matrix_that_is_not_there_is_refused(folder: Path) -> None:
     assert left_in(folder) == ["pictures.py", "script.py"]
 
 
-@ROLES_BY_HAND
 def test_a_role_is_given_on_the_command_line(folder: Path) -> None:
     roles = 'tensor.roles={"blocks.*.up": "whole"}'
     done = lockstep(folder, "verify", "script.py", "--layout", "tp=2", "--explain", "--json", "--set", roles)

@@ -27,7 +27,7 @@ from lockstep.data.order import Order
 from lockstep.folder import RunFolder, create_folder
 from lockstep.grads import global_norm, gradient_scale
 from lockstep.layout import Layout
-from lockstep.parallel import apply, replicate, team, tensor
+from lockstep.parallel import gradients, replicate, team, tensor
 from lockstep.parallel.cut import Along, Parts, along_of, mark, plain, take
 from lockstep.parallel.rules import products
 from lockstep.parallel.statistics import RunningStatistics
@@ -238,7 +238,7 @@ def forget_one_use_of_the_embedding(_job: Job, _patch: Patch) -> dict[str, Any]:
 
 def keep_the_uses_of_the_embedding_apart(_job: Job, patch: Patch) -> None:
     """A pipeline's first and last stage have a copy each: the gradient of each stays its own."""
-    patch.setattr(apply, "add_up", lambda _ties: None)
+    patch.setattr(gradients, "add_up", lambda _ties: None)
 
 
 def use_another_optimizer(_job: Job, _patch: Patch) -> dict[str, Any]:

@@ -178,10 +178,7 @@ class OneKey(Separate):
     "attention",
     [
         OneKey,
-        pytest.param(
-            partial(Separate, key_heads=1),
-            marks=pytest.mark.xfail(strict=True, reason="the attention rule blames the queries, and wants cut keys"),
-        ),
+        partial(Separate, key_heads=1),
     ],
 )
 def test_one_key_for_all_queries_stays_whole(attention: Callable[[], nn.Module]) -> None:
@@ -194,10 +191,9 @@ def test_heads_that_do_not_divide_are_refused_with_those_that_would() -> None:
     with pytest.raises(UserError, match="tp must divide 6 heads: 1, 2, 3 or 6") as refused:
         plan(Stack(partial(Fused, by_view)), tp=4)
     assert "blocks.0.qkv cannot be cut for tp=4: tp must divide 6 heads: 1, 2, 3 or 6" in str(refused.value)
-    assert 'tensor.roles={"blocks.0.qkv": "whole"}' in str(refused.value)
+    assert 'tensor.roles={"blocks.*.qkv": "whole"}' in str(refused.value)
 
 
-@pytest.mark.xfail(strict=True, reason="it says 8 features, and of the sizes it names 4 and 8 do not work")
 def test_key_heads_that_do_not_divide_are_refused_too() -> None:
     with pytest.raises(UserError, match=r"blocks\.0\.key cannot be cut for tp=3: tp must divide 2 heads: 1 or 2"):
         plan(Stack(partial(Separate, key_heads=2)), tp=3)

@@ -133,6 +133,7 @@ def parallelize(
             sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    refuse_hooks(built.model, layout)
     slices: dict[str, Slice] = {}
     notes: list[str] = []
     if look is not None:
@@ -280,6 +281,7 @@ def build_and_plan(
         check_goes_together(layout, cutting)
         stages, cuts = layout.pp * config.per_rank, config.cuts
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    refuse_hooks(built.model, layout)
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
     if layout.cp > 1:
@@ -293,6 +295,26 @@ def build_and_plan(
         tensor = plan_tensor(planned.skeleton, look, cutting.tensor.roles, layout.tp, borders, tokens)
         planned = replace(planned, tensor=tensor)
     return built, planned
+
+
+def refuse_hooks(model: nn.Module, layout: Layout) -> None:
+    """Refuse hooks on gradients: on several ranks they are shares of sums, and some layouts replace parameters."""
+    if layout.world_size == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(
+                f"the parameter {name} has a hook on its gradient (register_hook), and on several ranks a gradient is "
+                "a sum that comes together later",
+                "change gradients by the optimizer or the loss, or train this model on one process (--layout single)",
+            )
+    if layout.team > 1:
+        for name, module in model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise UserError(
+                    f"{name or 'the model'} has a backward hook, and under tp or cp a rank has a share of a gradient",
+                    "use a dp or fsdp layout for this model",
+                )
 
 
 def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
@@ -101,7 +102,8 @@ def plan_context(skeleton: nn.Module, look: Callable[..., Any], cp: int) -> list
         handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(block.register_forward_hook(leave, always_call=True))
     try:
-        with without_data(LOOKED_AT), no_shortcuts(), can_be_followed(lambda: look(skeleton), "cp"), Following():
+        following = can_be_followed(lambda: look(skeleton), "cp")
+        with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients("cp"), following, Following():
             look(skeleton, Axis("cp", 1, 0, observer=trial))
     finally:
         for handle in handles:
@@ -130,6 +132,53 @@ def can_be_followed(look: Callable[[], Any], axis: str) -> Iterator[None]:
             f"the values of this model cannot be followed for {axis}{where}: {type(error).__name__}: {error}",
             f"use a layout without {axis}, or leave the matrices around it whole (tensor.roles)",
         ) from error
+
+
+GRADIENT_FUNCTIONS = {
+    "register_hook": "a hook on a gradient (register_hook)",
+    "grad": "a gradient inside the loss (torch.autograd.grad)",
+    "backward": "a backward pass inside the loss",
+}
+
+
+@contextmanager
+def no_own_gradients(axis: str) -> Iterator[None]:
+    """Refuse code of the user's that sees gradients: under tp and cp a rank has a share or a part of them only."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(what: str) -> None:
+        raise UserError(
+            f"{user_line()} has {what}, and under {axis} a rank has only a share of it",
+            "use a dp or fsdp layout for this model",
+        )
+
+    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.__module__.startswith("torch.utils.checkpoint"):
+            raise UserError(
+                f"the model recomputes with a reentrant checkpoint, which does not go with {axis}",
+                "give torch.utils.checkpoint use_reentrant=False, or leave it out and give run.setup recompute=True",
+            )
+        if not function.__module__.startswith(("torch.", "lockstep.")):
+            refuse(f"{function.__name__}, an autograd.Function, which is given gradients")
+        return apply.__func__(function, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
+    try:
+        with _Refusing(refuse):
+            yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+class _Refusing(TorchFunctionMode):
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (what := GRADIENT_FUNCTIONS.get(getattr(func, "__name__", ""))) is not None:
+            self._refuse(what)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

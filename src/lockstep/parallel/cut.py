@@ -34,8 +34,11 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 class CannotCutError(Exception):
     """A trial has come to an operation that needs the whole of what some modules returned."""
 
-    def __init__(self, origins: list[frozenset[str]], reason: str, parts: Parts | None = None) -> None:
+    def __init__(
+        self, origins: list[frozenset[str]], reason: str, parts: Parts | None = None, stated: bool = False
+    ) -> None:
         super().__init__(reason)
+        self.stated = stated  # by the user, of one module
         self.origins = origins
         self.reason = reason
         self.parts = parts

@@ -130,7 +130,13 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes) + 1, dtype=members[0].dtype, device=members[0].device)
         # One number more travels along: how many parameters a rank did not use.
         *views, self.note = self.flat.split([*sizes, 1])
-        self.views = [view.view_as(parameter) for parameter, view in zip(members, views, strict=True)]
+        # Strides too: an optimizer's kernel takes a gradient that is laid out otherwise for one that is not.
+        self.views = [
+            view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
+            if is_dense(parameter)
+            else view.view_as(parameter)
+            for parameter, view in zip(members, views, strict=True)
+        ]
         self.missing = len(members)
         self._sent = self.flat
         self._work: dist.Work | None = None
@@ -151,6 +157,12 @@ class _Bucket:
         self.missing = len(self.members)
         for parameter, view in zip(self.members, self.views, strict=True):
             parameter.grad = view
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor stand side by side in memory, in whatever order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

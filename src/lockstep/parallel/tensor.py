@@ -39,8 +39,9 @@ class Slice(NamedTuple):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a matrix and nothing else."""
-    return type(module).forward is nn.Linear.forward or _is_conv1d(module)
+    """Whether a module is a matrix and nothing else; one that is computed from other parameters is not."""
+    plain_matrix = type(module).forward is nn.Linear.forward or _is_conv1d(module)
+    return plain_matrix and module._parameters.get("weight") is not None
 
 
 def _is_conv1d(module: nn.Module) -> bool:

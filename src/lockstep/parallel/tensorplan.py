@@ -20,8 +20,8 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.context import LOOKED_AT, can_be_followed, no_shortcuts
-from lockstep.parallel.crossing import is_fake, user_line
+from lockstep.parallel.context import LOOKED_AT, can_be_followed, no_own_gradients, no_shortcuts
+from lockstep.parallel.crossing import is_fake, tensors_in, user_line
 from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
@@ -114,18 +114,19 @@ class _Uses(Following):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._trial.inside and not _only_asks(func):
-            for value in (*args, *(kwargs or {}).values()):
+            for value in tensors_in(args, kwargs or {}):
                 if id(value) in self._owners:
                     self.outside[self._owners[id(value)]] = user_line()
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _only_asks(func: Any) -> bool:
-    """Whether a function of a parameter is about its shape or kind, and not its numbers."""
+    """Whether a function of a parameter is about its kind, which a part shares with the whole."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in ("T", "mT", "H", "mH", "data", "real", "imag")
-    return name in ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "stride")
+        asked = getattr(func.__self__, "__name__", "")
+        return asked in ("dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "ndim", "is_cuda", "is_meta")
+    return name in ("dim", "is_floating_point", "is_complex", "element_size", "get_device")
 
 
 def plan_tensor(
@@ -268,7 +269,7 @@ class _Finder:
                     f"tensor.roles makes {name} a {self._stated[name]}, and it cannot be cut: {found.reason}",
                     "leave it out of tensor.roles, or say whole",
                 )
-            for alike in self._alike(name):
+            for alike in [name] if found.stated else self._alike(name):
                 self._whole.setdefault(alike, found.reason)
 
     def _try_parts(self, name: str, sizes: Parts) -> bool:
@@ -309,7 +310,8 @@ class _Finder:
         # What leaves the last part does not cross to another stage.
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
-            with without_data(LOOKED_AT), no_shortcuts(), can_be_followed(lambda: self._look(self._model), "tp"), uses:
+            following = can_be_followed(lambda: self._look(self._model), "tp")
+            with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients("tp"), following, uses:
                 self._look(self._model)
         finally:
             for one in reversed(undo):
@@ -346,9 +348,11 @@ class _Finder:
         cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
         if cut is not None and cut.dim == value.dim() - 1 and cut.origins:
             if self._whole.get(name) == SAID:
-                raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is whole")
+                reason = f"tensor.roles says that {name}, which takes it in, is whole"
+                raise CannotCutError([cut.origins], reason, stated=True)
             if self._stated.get(name) == "column":
-                raise CannotCutError([cut.origins], f"tensor.roles says that {name}, which takes it in, is a column")
+                reason = f"tensor.roles says that {name}, which takes it in, is a column"
+                raise CannotCutError([cut.origins], reason, stated=True)
             for origin in sorted(cut.origins):
                 trial.partners.setdefault(origin, []).append(name)
             for part in set(cut.parts):
@@ -385,8 +389,14 @@ class _Finder:
                 continue
             if name not in tied and module.weight.numel() < WORTH_CUTTING * total:
                 self._whole[name] = "a small table"
+            elif name not in tied and not self._has_rows_for_all(len(module.weight)):
+                self._whole[name] = f"its {len(module.weight)} rows are too few for {self._tp} ranks"
             else:
                 trial.roles[name] = Role("vocabulary", (len(module.weight),))
+
+    def _has_rows_for_all(self, size: int) -> bool:
+        """Whether every rank gets something of an uneven share."""
+        return size > -(-size // self._tp) * (self._tp - 1)
 
     def _settle_ties(self, trial: Trial) -> None:
         """A parameter that several modules share is cut in one way, and none that is used without its module."""
@@ -415,16 +425,12 @@ class _Finder:
     def _settle_sizes(self, trial: Trial) -> None:
         """What the number of ranks does not divide stays whole outside of blocks, and is refused inside."""
         for name, sizes in trial.sizes.items():
-            for size, what in sizes:
+            for size, what in sorted(sizes, key=lambda one: one[1] != "heads"):
                 if size % self._tp == 0:
                     continue
                 inside = self._is_inside(name)
-                if (
-                    not inside
-                    and name not in trial.partners
-                    and trial.roles[name].parts == (size,)
-                    and size >= self._tp
-                ):
+                is_scores = not inside and name not in trial.partners and trial.roles[name].parts == (size,)
+                if is_scores and self._has_rows_for_all(size):
                     continue  # the scores of a vocabulary, which may be shared out unevenly
                 if what != "heads" and not inside:
                     raise CannotCutError([frozenset([name])], f"{self._tp} ranks cannot share its {size} {what} evenly")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import UserError
-from lockstep.parallel.cut import along_of, mark, whole_shape, without_cuts
+from lockstep.parallel.cut import along_of, mark, plain, whole_shape, without_cuts
 from lockstep.parallel.rules import losses, numbers, products, shapes
 from lockstep.parallel.rules.arguments import Rule, cannot, cuts_in
 
@@ -25,8 +25,12 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _attribute(func, args[0])
     if name in FACTS:
         return func(*args, **kwargs)
+    if "axis" in kwargs:
+        kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
     result: Any = NotImplemented
-    if (rule := RULES.get(name)) is not None:
+    if (rule := RULES.get(name)) is not None and kwargs.get("out") is None:
         result = rule(func, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -43,8 +47,14 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _attribute(func: Any, value: torch.Tensor) -> Any:
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
         return torch.Size(whole_shape(value))
-    if func == torch.Tensor.T.__get__ or func == torch.Tensor.mT.__get__:  # type: ignore[attr-defined]
+    if func == torch.Tensor.T.__get__:  # type: ignore[attr-defined]
+        return shapes.permuted(value, range(value.dim())[::-1])
+    if func == torch.Tensor.mT.__get__:  # type: ignore[attr-defined]
         return shapes.swap_dims(torch.transpose, (value, -2, -1), {})
+    if func == torch.Tensor.H.__get__ or func == torch.Tensor.mH.__get__:  # type: ignore[attr-defined]
+        return numbers.pointwise(torch.conj, (shapes.swap_dims(torch.transpose, (value, -2, -1), {}),), {})
+    if func == torch.Tensor.real.__get__ or func == torch.Tensor.imag.__get__:  # type: ignore[attr-defined]
+        return mark(func(plain(value)), along_of(value))
     if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
         return mark(value.detach(), along_of(value))
     return func(value)
@@ -81,8 +91,8 @@ POINTWISE = [
     "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "negative", "abs", "absolute", "sign", "exp", "exp2",
     "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan",
     "atan2", "erf", "erfc", "sigmoid", "logit", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu",
-    "leaky_relu", "prelu", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "threshold",
-    "tanhshrink", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "where",
+    "leaky_relu", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "threshold",
+    "tanhshrink", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin",
     "masked_fill", "lerp", "addcmul", "addcdiv", "nan_to_num", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le",
     "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or",
     "bitwise_not", "bitwise_xor", "floor", "ceil", "round", "trunc", "frac", "conj", "real", "imag", "angle",
@@ -101,7 +111,7 @@ ALONG_DIM = [
 ]
 REDUCTIONS = [
     "sum", "mean", "max", "min", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp", "var", "std",
-    "norm", "count_nonzero",
+    "norm", "vector_norm", "count_nonzero",
 ]
 LOSSES = [
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
@@ -113,7 +123,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ALONG_DIM, numbers.along_dim),
     **dict.fromkeys(REDUCTIONS, numbers.reduction),
     **dict.fromkeys(LOSSES, numbers.elementwise_loss),
-    **dict.fromkeys(("to", "type", "type_as", "one_hot"), numbers.like_first),
+    **dict.fromkeys(("to", "type", "type_as"), numbers.like_first),
     **dict.fromkeys(("layer_norm", "rms_norm"), numbers.norm_of_last),
     **dict.fromkeys(("rand_like", "randn_like"), numbers.random_like),
     **dict.fromkeys(("view", "reshape"), shapes.reshape),
@@ -129,6 +139,10 @@ RULES: dict[str, Rule] = {
     "size": size,
     "__len__": length,
     "dropout": numbers.dropout,
+    "one_hot": numbers.one_hot,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), numbers.new_tensor),
+    "where": numbers.where,
+    "prelu": numbers.prelu,
     "glu": numbers.glu,
     "flatten": shapes.flatten,
     "unflatten": shapes.unflatten,

@@ -30,6 +30,8 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return NotImplemented
     by_class = [one for one in along_of(logits) if one.dim == classes]
     special = weight is not None or smoothing
+    if by_class and (by_class[0].axis.zigzag or len(by_class[0].parts) > 1):
+        return cannot(by_class, "cross_entropy has tokens for classes, or classes in several parts")
     if by_class and special:
         return cannot(by_class, "cross_entropy has class weights or label smoothing")
     by_sample = [one for one in along_of(logits) if one.dim != classes]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.parallel.cut import Along, add_up, along_of, mark, plain, whole_shape, without_cuts
-from lockstep.parallel.rules.arguments import arguments, cannot, cut_like, taken
+from lockstep.parallel.rules.arguments import arguments, cannot, cut_like, flat, taken
 from lockstep.parallel.rules.shapes import chunk
 
 # fmt: off
@@ -72,7 +72,7 @@ def like_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mask of the whole tensor is drawn, and each rank takes its part: the numbers are those of one device."""
-    value, p, training = arguments(args, kwargs, ("input", "p", "training"), (None, 0.5, True))
+    value, p, training = arguments(args, kwargs, ("input", "p", "training"), (None, 0.5, kwargs.get("train", True)))
     if not training or p == 0:
         return value
     return pointwise(torch.mul, (value, F.dropout(_ones_like_whole(value), p)), {})
@@ -96,7 +96,9 @@ def along_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operations along one dim, which must not be cut (softmax, cumsum, normalize, flip, topk)."""
     value = args[0]
     dims = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else DEFAULT_DIM.get(func.__name__)))
-    if func.__name__ == "normalize":
+    if func.__name__ == "flip" and len(args) > 1:
+        dims = flat(args[1:])
+    elif func.__name__ == "normalize":
         dims = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     elif func.__name__ in ("topk", "roll"):
         dims = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else DEFAULT_DIM.get(func.__name__)))
@@ -132,31 +134,54 @@ def glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums, means, extremes. A sum or a mean over a dim that is cut is added up over the ranks."""
-    value, dims, keep = arguments(args, kwargs, ("input", "dim", "keepdim"), (None, None, False))
-    if isinstance(dims, torch.Tensor):
+    value, name = args[0], func.__name__
+    at = 2 if name in ("norm", "vector_norm") else 1
+    given = kwargs.get("dim", args[at] if len(args) > at else None)
+    if isinstance(given, torch.Tensor) or isinstance(kwargs.get("other"), torch.Tensor):
         return pointwise(func, args, kwargs)  # max(x, y)
-    if isinstance(keep, torch.dtype):
-        return NotImplemented
-    given = dims
-    every = range(value.dim())
-    dims = set(every) if dims is None else {d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    if given is None or isinstance(given, bool) or given in ((), []):  # `unbiased` stands there, or nothing
+        dims = set(range(value.dim()))
+    else:
+        dims = {dim % value.dim() for dim in ([given] if isinstance(given, int) else given)}
     over = [one for one in along_of(value) if one.dim in dims]
-    if over and func.__name__ not in ("sum", "mean"):
-        return cannot(over, f"{func.__name__} goes over the dim that is cut")
-    if over and any(one.axis.name == "tp" for one in over):
-        cannot([one for one in over if one.axis.name == "tp"], f"{func.__name__} goes over the dim that is cut")
-    extra = {key: kept for key, kept in kwargs.items() if key not in ("input", "dim", "keepdim")}
-    result = func(plain(value), **extra) if given is None else func(plain(value), given, keep, **extra)
+    if over and name not in ("sum", "mean"):
+        return cannot(over, f"{name} goes over the dim that is cut")
+    cannot([one for one in over if one.axis.name == "tp"], f"{name} goes over the dim that is cut")
+    result = func(plain(value), *args[1:], **kwargs)
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    keeps = first.dim() == value.dim()
     along = [
-        one.at(one.dim - (0 if keep else sum(dim < one.dim for dim in dims)))
+        one.at(one.dim - (0 if keeps else sum(dim < one.dim for dim in dims)))
         for one in along_of(value)
         if one.dim not in dims
     ]
     if not isinstance(result, torch.Tensor):
         return type(result)([mark(part, along) for part in result])
     for one in over:
-        result = add_up(result / one.axis.size if func.__name__ == "mean" else result, one.axis)
+        result = add_up(result * (one.own / one.size) if name == "mean" else result, one.axis)
     return mark(result, along)
+
+
+def new_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of another shape, of the same kind: a whole one."""
+    return func(plain(args[0]), *args[1:], **kwargs)
+
+
+def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of two, by a condition; the places where it holds are another function of the same name."""
+    return pointwise(func, args, kwargs) if len(args) + len(kwargs) == 3 else NotImplemented
+
+
+def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One slope for all; one for each channel stands for dim 1, not the last one."""
+    slopes = args[1] if len(args) > 1 else kwargs["weight"]
+    return pointwise(func, args, kwargs) if slopes.numel() == 1 or args[0].dim() == 2 else NotImplemented
+
+
+def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a number of classes that is given: a rank sees some of them only."""
+    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    return like_first(func, args, kwargs) if classes != -1 else NotImplemented
 
 
 def elementwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -105,6 +105,8 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return result
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     result = pointwise(torch.mul, (result, alpha), {}) if along_of(result) else result * alpha
+    if beta == 0:  # whatever is in there
+        return result
     scaled = pointwise(torch.mul, (value, beta), {}) if along_of(value) else value * beta
     return pointwise(torch.add, (scaled, result), {}) if along_of(result) else scaled + result
 
@@ -149,12 +151,14 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             mine = [other for other in along_of(operand) if other.axis.name == one.axis.name]
             if not mine:
                 size = operand.shape[one.dim]
-                if size == 1 or (size % one.axis.chunks and one.axis.size > 1):
+                if size == 1:  # one key for all heads
+                    continue
+                if size % one.axis.chunks and one.axis.size > 1:
                     return cannot([one], "its keys and values are not cut by head")
                 rest = list(along_of(operand))
                 operand = mark(take(plain(operand), one.at(one.dim, (size,))), rest)
             elif mine[0].dim != one.dim:
-                return cannot([one], "its keys and values are cut in another place")
+                return cannot([one, mine[0]], "queries and keys are cut in different places")
         if {one.axis.name for one in along_of(operand)} - {one.axis.name for one in by_head}:
             return cannot(along_of(operand), "its queries are whole")
         keys.append(plain(operand))
@@ -175,7 +179,7 @@ def _causal_rows(
 ) -> torch.Tensor:
     """Causal attention of some rows of the whole: each chunk of them with the keys up to its end, and no others."""
     axis = along.axis
-    if len(along.parts) != 1 or axis.size == 1:
+    if len(along.parts) != 1 or axis.size == 1 or key.shape[-2] != along.size:
         at = take(torch.arange(along.size, device=query.device), along.at(0))
         seen = at[:, None] >= torch.arange(key.shape[-2], device=query.device)
         return func(query, key, value, attn_mask=seen, **options)  # type: ignore[no-any-return]
@@ -220,7 +224,7 @@ def _attention_with_dropout(
         if any(one is NotImplemented for one in repeated):
             return NotImplemented
         key, value = repeated
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    factor = 1 / math.sqrt(whole_shape(query)[-1]) if scale is None else scale
     scores = apply(matmul, torch.matmul, query, apply(swap_dims, torch.transpose, key, -2, -1))
     if scores is NotImplemented:
         return NotImplemented
@@ -230,7 +234,8 @@ def _attention_with_dropout(
         seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
         scores = apply(pointwise, torch.Tensor.masked_fill, scores, ~seen, -math.inf)
     elif bias is not None and bias.dtype == torch.bool:
-        scores = apply(pointwise, torch.Tensor.masked_fill, scores, ~bias, -math.inf)
+        hidden = apply(pointwise, torch.logical_not, bias)
+        scores = apply(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
     elif bias is not None:
         scores = apply(pointwise, torch.add, scores, bias)
     if scores is NotImplemented:

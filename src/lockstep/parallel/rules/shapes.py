@@ -114,7 +114,7 @@ def permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def movedim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`movedim` of one dim or several."""
-    value, source, target = args
+    value, source, target = arguments(args, kwargs, ("input", "source", "destination"), (None, 0, 0))
     sources, targets = ([x] if isinstance(x, int) else list(x) for x in (source, target))
     places = {to % value.dim(): dim % value.dim() for dim, to in zip(sources, targets, strict=True)}
     rest = iter([dim for dim in range(value.dim()) if dim not in places.values()])
@@ -148,7 +148,7 @@ def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """To larger sizes of dims that have size 1."""
-    value, *sizes = args
+    value, *sizes = *args, *kwargs.values()
     own = list(whole_shape(sizes[0]) if isinstance(sizes[0], torch.Tensor) else flat(sizes))
     more = len(own) - value.dim()
     along = [one.at(one.dim + more) for one in along_of(value)]
@@ -198,6 +198,8 @@ def chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pieces(value: torch.Tensor, sizes: list[int], dim: int) -> Any:
+    if len(sizes) == 1:
+        return (value,)
     own, along_by_piece = list(sizes), [list(along_of(value)) for _ in sizes]
     for number, one in enumerate(along_of(value)):
         if one.dim != dim:
@@ -244,7 +246,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return mark(value[plain(index)], along_of(index))
         return NotImplemented
     index = list(index) if isinstance(index, tuple) else [index]
-    if not all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in index):
+    if not all(one is None or one is Ellipsis or type(one) in (int, slice) for one in index):
         return NotImplemented
     named = sum(1 for one in index if one is not None and one is not Ellipsis)
     rest = [slice(None)] * (value.dim() - named)
@@ -308,6 +310,7 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.narrow(dim, start, length)`."""
     value, dim, start, count = arguments(args, kwargs, ("input", "dim", "start", "length"), (None, 0, 0, 0))
+    start = start + whole_shape(value)[dim] if start < 0 else start
     return getitem(func, (value, (*[slice(None)] * (dim % value.dim()), slice(start, start + count))), {})
 
 
