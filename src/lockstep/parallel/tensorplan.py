@@ -194,6 +194,8 @@ class _Finder:
         inner = {id(child) for m in self._candidates.values() for child in m.modules() if child is not m}
         self._candidates = {name: m for name, m in self._candidates.items() if id(m) not in inner}
         self._whole: dict[str, str] = {}
+        self._closed: set[str] = set()
+        """Those that cannot be cut by rows either."""
         self._parts: dict[str, Parts] = {}
         self._tried: dict[str, set[Parts]] = {}
         self._stated = self._stated_roles(stated)
@@ -347,6 +349,9 @@ class _Finder:
         value = args[0] if args else kwargs["input"]
         cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
         if cut is not None and cut.dim == value.dim() - 1 and cut.origins:
+            if name in self._closed:
+                reason = f"{name}, which takes it in, stays whole: {self._whole[name]}"
+                raise CannotCutError([cut.origins], reason)
             if self._whole.get(name) == SAID:
                 reason = f"tensor.roles says that {name}, which takes it in, is whole"
                 raise CannotCutError([cut.origins], reason, stated=True)
@@ -400,9 +405,12 @@ class _Finder:
 
     def _settle_ties(self, trial: Trial) -> None:
         """A parameter that several modules share is cut in one way, and none that is used without its module."""
-        for name, line in trial.outside.items():
-            if name in trial.roles:
-                raise CannotCutError([frozenset([name])], f"its weight is used outside of it ({line})")
+        seen = {name: line for name, line in trial.outside.items() if name in trial.roles}
+        self._closed |= seen.keys()
+        for name, line in seen.items():
+            self._whole[name] = f"its weight is used outside of it ({line})"
+        if seen:
+            raise CannotCutError([frozenset(seen)], "weights are used outside of their modules", stated=True)
         for group in tied_names(self._model):
             ways: dict[str, Slice | None] = {}
             for full in group:
