@@ -91,7 +91,9 @@ def left_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", pytest.param("tp=2,pp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["tp=2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cp=2", "tp=2,pp=2"))]
+)
 def test_a_plain_script_is_proved(folder: Path, layout: str) -> None:
     done = lockstep(folder, "verify", "script.py", "--layout", layout, "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -129,6 +131,7 @@ def test_a_recipe_says_which_layout_is_chosen_and_why(tmp_path: Path) -> None:
     assert len(events(tmp_path / "runs" / "lm", "step")) == 2
 
 
+@pytest.mark.slow
 def test_a_script_is_given_a_layout_that_is_chosen(folder: Path) -> None:
     done = lockstep(folder, "run", "--layout", "auto", "--nproc", "2", "script.py", "one")
     assert done.returncode == 0, done.stderr
@@ -156,6 +159,7 @@ def test_what_cannot_be_cut_is_one_sentence_and_leaves_no_run(folder: Path, comm
     assert left_in(folder) == ["pictures.py", "script.py"]
 
 
+@pytest.mark.slow
 def test_a_role_for_a_matrix_that_is_not_there_is_refused(folder: Path) -> None:
     roles = 'tensor.roles={"blocks.*.mlp": "whole"}'
     done = lockstep(folder, "run", "--layout", "tp=2", "--nproc", "2", "--set", roles, "script.py")
@@ -164,6 +168,7 @@ def test_a_role_for_a_matrix_that_is_not_there_is_refused(folder: Path) -> None:
     assert left_in(folder) == ["pictures.py", "script.py"]
 
 
+@pytest.mark.slow
 def test_a_role_is_given_on_the_command_line(folder: Path) -> None:
     roles = 'tensor.roles={"blocks.*.up": "whole"}'
     done = lockstep(folder, "verify", "script.py", "--layout", "tp=2", "--explain", "--json", "--set", roles)
