@@ -9,29 +9,24 @@ are printed at the end.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, get_args
+from functools import partial
+from typing import get_args
 
 import pytest
-import torch
 
 from lockstep.config import Format, Schedule
-from lockstep.engine import Engine
 from lockstep.layout import Layout
 from lockstep.run import Run
 from tests.parity.problems import (
     RaggedTexts,
-    Tensors,
     TinyGPT,
     adamw,
     disagreeing_gradients,
-    full,
-    gradients,
     join,
     text_loss,
 )
+from tests.parity.records import Record, Trained, recorded
 from tests.ranks import Job, RankPool
 
 STEPS = 20
@@ -120,19 +115,6 @@ each_cell = pytest.mark.parametrize(
 # ---- What runs in a rank
 
 
-@dataclass
-class Record:
-    """What one rank saw of one training; the tensors are whole ones, of the parameters that the rank holds."""
-
-    steps: list[dict[str, Any]]
-    ids: list[list[int]]
-    forwards: list[int]
-    gradients: Tensors
-    initial: Tensors
-    final: Tensors
-    seconds: float = 0.0
-
-
 def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
     """One training for each cell, one after another in the same processes."""
     with join(job, layout) as run:
@@ -140,7 +122,6 @@ def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
 
 
 def train_one(run: Run, cell: Cell) -> Record:
-    started = time.monotonic()
     engine = run.setup(
         partial(TinyGPT, depth=DEPTH),
         text_loss,
@@ -151,24 +132,7 @@ def train_one(run: Run, cell: Cell) -> Record:
         pipeline={"schedule": cell.schedule},
     )
     loader = run.loader(RaggedTexts(SIZE), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=STEPS, workers=0)
-    seen = Record([], [], [], {}, held(engine), {})
-    for batch in loader:
-        out = engine.step(batch)
-        seen.steps.append(
-            {"loss": out.loss, "weight": out.weight, "norm": out.grad_norm.item(), "lr": out.lr, "skip": out.skipped}
-        )
-        counting = [part for part in batch.micro_batches if not part.filler]
-        seen.ids.append([sample for part in counting for sample in part.ids])
-        seen.forwards.append(len(counting))
-        if out.step == 1:
-            seen.gradients = gradients(engine)
-    seen.final = held(engine)
-    seen.seconds = time.monotonic() - started
-    return seen
-
-
-def held(engine: Engine) -> Tensors:
-    return {name: full(parameter) for name, parameter in engine.stored}
+    return recorded(engine, loader)
 
 
 def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
@@ -179,71 +143,6 @@ def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
 
 
 # ---- Each training once
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest differences between a cell and one process."""
-
-    loss: float
-    gradient: float
-    norm: float
-    weights: float
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A cell's records of all ranks, beside that of one process."""
-
-    ranks: list[Record]
-    reference: Record
-
-    @cached_property
-    def gradients(self) -> Tensors:
-        return union([record.gradients for record in self.ranks])
-
-    @cached_property
-    def initial(self) -> Tensors:
-        return union([record.initial for record in self.ranks])
-
-    @cached_property
-    def final(self) -> Tensors:
-        return union([record.final for record in self.ranks])
-
-    @property
-    def difference(self) -> Difference:
-        pairs = list(zip(self.ranks[0].steps, self.reference.steps, strict=True))
-        theirs = self.reference.gradients
-        whole = torch.stack([grad.norm() for grad in theirs.values()]).norm()
-        with_signal = [name for name, grad in theirs.items() if grad.norm() > 1e-6 * whole]
-        return Difference(
-            loss=max(abs(a["loss"] - b["loss"]) / max(1.0, abs(b["loss"])) for a, b in pairs),
-            gradient=max(relative(self.gradients[name], theirs[name], theirs[name].norm()) for name in with_signal),
-            norm=max(abs(a["norm"] / b["norm"] - 1) for a, b in pairs),
-            weights=max(self.moved_apart().values()),
-        )
-
-    def moved_apart(self) -> dict[str, float]:
-        """How far each parameter is from where one process moved it, in units of that move."""
-        found = {}
-        for name, start in self.reference.initial.items():
-            if not name.endswith("key.bias"):  # moved by rounding errors only, and of no influence
-                theirs = self.reference.final[name]
-                found[name] = relative(self.final[name], theirs, (theirs.double() - start.double()).norm())
-        return found
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor, unit: torch.Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / unit.double())
-
-
-def union(parts: list[Tensors]) -> Tensors:
-    """The tensors of all ranks; those that several of them hold have to be the same."""
-    whole: Tensors = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert whole.setdefault(name, tensor).equal(tensor), f"ranks differ in {name}"
-    return whole
 
 
 class Table:
@@ -264,7 +163,7 @@ class Table:
         found = self._cells[cell]
         if isinstance(found, BaseException):
             raise found
-        return Trained(found, self.reference(cell))
+        return Trained(found, self.reference(cell), "key.bias")
 
     def reference(self, cell: Cell) -> Record:
         """One process with the same logical micro-batches."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +23,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import Dataset
 
 from lockstep.config import Format, Schedule
 from lockstep.data.order import sample_ids
-from lockstep.engine import Engine
 from lockstep.layout import Layout
 from lockstep.run import Run
 from lockstep.scoring import Metric
@@ -38,17 +35,16 @@ from tests.parity.problems import (
     IGNORED,
     SEED,
     Batch,
-    Tensors,
     adamw,
     disagreeing_gradients,
     fingerprint,
-    gradients,
     join,
     sgd,
     text_loss,
     unfinished,
     weights,
 )
+from tests.parity.records import Record, Trained, recorded
 from tests.ranks import Job, RankPool
 
 STEPS = 20
@@ -320,21 +316,6 @@ each_cell = each(CELLS)
 # ---- What runs in a rank
 
 
-@dataclass
-class Record:
-    """What one rank saw of one training; the tensors are whole ones, of the parameters that the rank holds."""
-
-    steps: list[dict[str, Any]]
-    ids: list[list[int]]
-    forwards: list[int]
-    gradients: Tensors
-    initial: Tensors
-    final: Tensors
-    stored: dict[str, int]
-    """How many numbers of each parameter this rank has in memory."""
-    seconds: float = 0.0
-
-
 def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
     """One training for each cell, one after another in the same processes."""
     with join(job, layout) as run:
@@ -342,7 +323,6 @@ def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
 
 
 def train_one(run: Run, cell: Cell) -> Record:
-    started = time.monotonic()
     engine = run.setup(
         partial(GPT, cell.depth, cell.dropout, cell.fused, cell.frozen),
         text_loss,
@@ -355,29 +335,7 @@ def train_one(run: Run, cell: Cell) -> Record:
         tensor={"sequence": "on" if cell.sequence else "off"},
     )
     loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=STEPS, workers=0)
-    seen = Record([], [], [], {}, held(engine), {}, stored(engine))
-    for batch in loader:
-        out = engine.step(batch)
-        seen.steps.append(
-            {"loss": out.loss, "weight": out.weight, "norm": out.grad_norm.item(), "lr": out.lr, "skip": out.skipped}
-        )
-        counting = [part for part in batch.micro_batches if not part.filler]
-        seen.ids.append([sample for part in counting for sample in part.ids])
-        seen.forwards.append(len(counting))
-        if out.step == 1:
-            seen.gradients = gradients(engine)
-    seen.final = held(engine)
-    seen.seconds = time.monotonic() - started
-    return seen
-
-
-def held(engine: Engine) -> Tensors:
-    return {name: engine.whole(name, parameter).detach().clone() for name, parameter in engine.stored}
-
-
-def stored(engine: Engine) -> dict[str, int]:
-    data = {name: parameter.data for name, parameter in engine.stored}
-    return {name: (one.to_local() if isinstance(one, DTensor) else one).numel() for name, one in data.items()}
+    return recorded(engine, loader)
 
 
 def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
@@ -388,75 +346,6 @@ def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
 
 
 # ---- Each training once
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest differences between a cell and one process."""
-
-    loss: float
-    gradient: float
-    norm: float
-    weights: float
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A cell's records of all ranks, beside that of one process."""
-
-    ranks: list[Record]
-    reference: Record
-
-    @cached_property
-    def gradients(self) -> Tensors:
-        return union([record.gradients for record in self.ranks])
-
-    @cached_property
-    def initial(self) -> Tensors:
-        return union([record.initial for record in self.ranks])
-
-    @cached_property
-    def final(self) -> Tensors:
-        return union([record.final for record in self.ranks])
-
-    @property
-    def difference(self) -> Difference:
-        pairs = list(zip(self.ranks[0].steps, self.reference.steps, strict=True))
-        return Difference(
-            loss=max(abs(a["loss"] - b["loss"]) / max(1.0, abs(b["loss"])) for a, b in pairs),
-            gradient=max(self.gradients_apart().values()),
-            norm=max(abs(a["norm"] / b["norm"] - 1) for a, b in pairs),
-            weights=max(self.moved_apart().values()),
-        )
-
-    def gradients_apart(self) -> dict[str, float]:
-        """How far each gradient is from that of one process, in units of its norm; those that carry a signal."""
-        theirs = self.reference.gradients
-        whole = torch.stack([grad.norm() for grad in theirs.values()]).norm()
-        with_signal = [name for name, grad in theirs.items() if grad.norm() > 1e-6 * whole]
-        return {name: relative(self.gradients[name], theirs[name], theirs[name].norm()) for name in with_signal}
-
-    def moved_apart(self) -> dict[str, float]:
-        """How far each parameter is from where one process moved it, in units of that move."""
-        found = {}
-        for name, start in self.reference.initial.items():
-            ours, theirs = self.final[name], self.reference.final[name]
-            move = (theirs.double() - start.double()).norm()
-            found[name] = 0.0 if ours.equal(theirs) else relative(ours, theirs, move)
-        return found
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor, unit: torch.Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / unit.double())
-
-
-def union(parts: list[Tensors]) -> Tensors:
-    """The tensors of all ranks; those that several of them hold have to be the same."""
-    whole: Tensors = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert whole.setdefault(name, tensor).equal(tensor), f"ranks differ in {name}"
-    return whole
 
 
 class Table:
