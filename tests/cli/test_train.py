@@ -89,7 +89,14 @@ def test_a_run_leaves_one_folder_with_everything_in_it(trained):
     assert {"start", "baseline", "validation", "checkpoint"} <= set(kinds)
 
 
-@pytest.mark.parametrize("options", [("--layout", "fsdp=2"), ("--nproc", "1"), ("--layout", "dp=3", "--nproc", "3")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--layout", "fsdp=2"),
+        pytest.param(("--nproc", "1"), marks=pytest.mark.slow),
+        pytest.param(("--layout", "dp=3", "--nproc", "3"), marks=pytest.mark.slow),
+    ],
+)
 def test_another_layout_gives_the_same_numbers(trained, tmp_path, options):
     done = lockstep(tmp_path, "train", "digits", "--steps", "40", *options)
     assert done.returncode == 0, done.stderr
@@ -99,6 +106,7 @@ def test_another_layout_gives_the_same_numbers(trained, tmp_path, options):
     assert "try next" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_same_command_gives_the_same_bits_and_the_next_number(trained):
     done = lockstep(trained, "train", "digits", "--steps", "40")
     assert "new run runs/digits-2" in done.stdout
@@ -121,7 +129,9 @@ def test_dry_run_prints_every_value_with_its_source_and_writes_nothing(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
+)
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bits(trained, tmp_path, number, code):
     folder = tmp_path / "runs" / "digits"
     command = ("train", "digits", "--steps", "40", "--set", 'save_every="never"')
@@ -191,6 +201,7 @@ def test_a_failing_rank_is_named_with_its_cause(tmp_path, body, verdict):
     assert "Traceback" not in done.stdout + done.stderr, "that is in the log"
 
 
+@pytest.mark.slow
 def test_one_script_runs_unchanged_under_every_launcher_with_the_same_numbers(tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     launchers = {
@@ -210,6 +221,7 @@ def test_one_script_runs_unchanged_under_every_launcher_with_the_same_numbers(tm
     assert first_losses["lockstep run"] == pytest.approx(first_losses["plain python"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_that_a_script_spawned_itself_train_together(tmp_path):
     (tmp_path / "spawn.py").write_text(SPAWN_SCRIPT)
     done = run(tmp_path, sys.executable, "spawn.py")

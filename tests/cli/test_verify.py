@@ -117,7 +117,7 @@ def test_a_mismatch_is_exit_code_1_with_the_table_and_one_sentence(
         asked.append((str(layout), settings["micro_batch"], settings["layout"]))
         return Outcome(0)
 
-    monkeypatch.setattr(command, "_launch", record)
+    monkeypatch.setattr(command, "launch_trial", record)
     assert typed("verify digits --json", monkeypatch) == 1
     said = capsys.readouterr()
     result = json.loads(said.out)
