@@ -77,7 +77,7 @@ def fewest(schedule: Schedule, ranks: int) -> int:
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 EVERY_SCHEDULE = [
-    Cell(f"pp={ranks}", schedule, times * fewest(schedule, ranks), slow=ranks == 4 and schedule != "1f1b")
+    Cell(f"pp={ranks}", schedule, times * fewest(schedule, ranks), slow=ranks == 4 or schedule not in ("1f1b", "zbv"))
     for ranks in (2, 4)
     for schedule in SCHEDULES
     for times in (1, 3)
