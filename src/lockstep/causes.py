@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -36,11 +36,13 @@ class Verdict:
     cause: Cause | None = None
     step: int | None = None
     parameter: str | None = None
+    returns: str | None = None
+    """The first module that returns something else, where the forward is wrong."""
 
     @property
     def module(self) -> str | None:
-        """The module that owns the parameter."""
-        return self.parameter and (self.parameter.rpartition(".")[0] or self.parameter)
+        """The module that is to blame, as far as it is known: else the one that owns the parameter."""
+        return self.returns or (self.parameter and (self.parameter.rpartition(".")[0] or self.parameter))
 
 
 def judge(found: Comparison) -> Verdict:
@@ -136,6 +138,9 @@ def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
         return _verdict("scale", step, name, what, "they are summed or divided once too often or too rarely")
     if first.loss > LOSS:
         what = f"the loss differs by {first.loss:.1e}, and {what}{_and(others)}"
+        if step == 1 and found.first_output is not None:
+            where = f"{found.first_output} is the first module that returns something else than on one process"
+            return replace(_verdict("loss", step, name, what, where), returns=found.first_output)
         return _verdict("loss", step, name, what, "the forward computes something else")
     if step > 1:
         why = "what a step leaves to the next is wrong: optimizer state, clipping, a buffer"

@@ -198,6 +198,11 @@ class Engine:
         return in_order(full, self.slices.get(name), self.layout.tp)
 
     @property
+    def micro_batch(self) -> int:
+        """The logical number, in its step, of the micro-batch that is computed."""
+        return self._coordinate[1]
+
+    @property
     def parameter_count(self) -> int:
         """How many numbers the whole model has."""
         cut = {name: math.prod(p.shape) // p.shape[how.dim] * sum(how.parts) for name, p, how in self._cut_parameters()}

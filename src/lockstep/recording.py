@@ -26,7 +26,10 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
 from lockstep.parallel.crossing import is_fake
+from lockstep.parallel.cut import whole_of
 from lockstep.parallel.materialise import checksum, tied_names
+from lockstep.parallel.trees import tensors_of
+from lockstep.runtime.seeds import in_backward
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Loader, StepBatch
@@ -69,6 +72,8 @@ class Recorder:
         self._blocks_built = 0
         self._micro_batches: dict[str, int] = {}
         self._engine: Engine | None = None
+        self._outputs: dict[str, float] = {}
+        self._hooks: list[Any] = []
         # Threads split sums: with as many as a rank has, one process rounds more nearly alike.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // Layout.parse(settings.layout).world_size))
 
@@ -111,6 +116,7 @@ class Recorder:
     def begin(self, engine: Engine) -> None:
         """Before the first step: what the model is and where it starts. All ranks call it."""
         self._engine = engine
+        self._watch_outputs(engine)
         checksums = self._write_tensors(engine, 0)
         self._lines.write_text("")
         self._write_line(
@@ -131,6 +137,9 @@ class Recorder:
     def step(self, result: StepResult, batch: StepBatch, loader: Loader) -> bool:
         """After a step: its numbers. All ranks call it; says whether this was the last one to record."""
         assert self._engine is not None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._micro_batches[loader.name] = loader.order.micro_batch
         self._write_line(
             step=result.step,
@@ -140,10 +149,32 @@ class Recorder:
             lr=result.lr,
             skipped=result.skipped,
             ids=batch.ids,
+            outputs=self._outputs if result.step == 1 else {},
             micro_batch=self._micro_batches,
             checksums=self._write_tensors(self._engine, result.step, skipped=result.skipped),
         )
         return result.step >= self.settings.steps
+
+    def _watch_outputs(self, engine: Engine) -> None:
+        """In the first step, write down the norm of what every module returns, by micro-batch and call."""
+
+        def keep(name: str, output: Any) -> None:
+            tensor = next((one for one in tensors_of(output) if one.is_floating_point()), None)
+            if tensor is None or is_fake(tensor) or in_backward() or not torch.is_grad_enabled():
+                return
+            with torch.no_grad():
+                numbers = whole_of(tensor.detach()).double().flatten()
+                # Weighted: numbers in another order have the same norm.
+                norm = torch.linalg.vector_norm(numbers * torch.linspace(1, 2, len(numbers), device=numbers.device))
+            key, call = f"{engine.micro_batch}/{name}", 0
+            while f"{key}/{call}" in self._outputs:
+                call += 1
+            self._outputs[f"{key}/{call}"] = float(norm)
+
+        for model in engine.models:
+            for name, module in model.named_modules():
+                hook = module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+                self._hooks.append(hook)
 
     @torch.no_grad()
     def _write_tensors(self, engine: Engine, step: int, skipped: bool = False) -> dict[str, int]:

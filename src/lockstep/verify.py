@@ -34,6 +34,9 @@ What fp32 cannot hold, a last bit a step, comes on top. Elements whose gradient 
 step are left out: Adam divides a gradient by its own size, and moves an element of next to none by its error's sign.
 """
 
+OUTPUT = 1e-5
+"""Allowed difference of the norm of what a module returns, relative to it; only to say where a loss goes wrong."""
+
 LAST_BIT = 2.0**-23
 
 
@@ -85,6 +88,8 @@ class Comparison:
     start: StepDifferences
     """The state before the first step."""
     steps: list[StepDifferences]
+    first_output: str | None = None
+    """The first module, in the order of calls of one process, that returns something else in the first step."""
 
     @property
     def layout(self) -> str:
@@ -152,6 +157,7 @@ def compare(ours: Recording, theirs: Recording) -> Comparison:
         untied=_untied(ours, theirs),
         start=StepDifferences(0, True, "", 0.0, 0.0, {}, values(0), _drifted(ours, 0), ""),
         steps=[step_differences(step + 1) for step in range(min(len(ours.steps), len(theirs.steps)))],
+        first_output=_first_output(ours, theirs),
     )
 
 
@@ -262,6 +268,17 @@ def _untied(ours: Recording, theirs: Recording) -> list[str]:
                 if len(here) > 1 and not any(set(here) <= set(other) for other in others):
                     found |= dict.fromkeys(here)
     return list(found)
+
+
+def _first_output(ours: Recording, theirs: Recording) -> str | None:
+    """The module whose output differs first. One that calls others returns after them, so the innermost is found."""
+    if not ours.steps or not theirs.steps:
+        return None
+    found = {key: norm for line in ours.steps[0] for key, norm in line.get("outputs", {}).items()}
+    for key, expected in theirs.steps[0][0].get("outputs", {}).items():
+        if key in found and _difference(found[key], expected) > OUTPUT * max(expected, 1e-6):
+            return str(key.split("/")[1]) or "the model"
+    return None
 
 
 def _norm(tensor: torch.Tensor) -> float:
