@@ -121,6 +121,7 @@ def test_how_the_matrices_are_cut_is_explained(folder: Path) -> None:
     assert left_in(folder) == ["pictures.py", "script.py"]
 
 
+@pytest.mark.slow
 def test_a_recipe_says_which_layout_is_chosen_and_why(tmp_path: Path) -> None:
     done = lockstep(
         tmp_path, "train", "lm", "--layout", "auto", "--nproc", "2", "--steps", "2", "--set", "schedule.warmup_steps=1"

@@ -187,7 +187,7 @@ def test_a_nan_in_the_data_stops_at_that_step_naming_rank_and_samples(tmp_path):
     ("body", "verdict"),
     [
         ("1 / 0", "rank 1 failed: ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(2)", "rank 1 exited with code 2"),
+        pytest.param("import sys; sys.exit(2)", "rank 1 exited with code 2", marks=pytest.mark.slow),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
     ],
 )

@@ -70,6 +70,7 @@ def test_a_recipe_is_proved_and_nothing_is_left_behind(folder: Path) -> None:
     assert left_in(folder) == ["script.py", "temporary"]
 
 
+@pytest.mark.slow
 def test_a_script_for_gpus_is_proved_on_cpus_as_it_is(folder: Path) -> None:
     options = ("--layout", "dp=2", "--steps", "2", "--blocks", "3", "--", "7")
     done = lockstep(folder, "verify", "script.py", *options, COLUMNS="160")

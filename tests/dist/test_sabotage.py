@@ -361,7 +361,10 @@ def name_of(layout: str, sabotage: Sabotage, options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("layout", "sabotage", "options", "cause", "step", "module"),
-    [pytest.param(*row, id=name_of(*row[:3])) for row in BROKEN],
+    [
+        pytest.param(*row, id=name_of(*row[:3]), marks=[pytest.mark.slow] if number % 3 else [])
+        for number, row in enumerate(BROKEN)
+    ],
 )
 def test_a_broken_layout_is_caught_with_its_cause(
     verifier: Verifier,

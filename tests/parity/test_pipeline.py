@@ -86,22 +86,22 @@ EVERY_SCHEDULE = [
 WITH_DATA_AXES = [
     Cell("pp=2,dp=2",          "gpipe",                    3, slow=True),
     Cell("pp=2,dp=2",          "1f1b",                     2, slow=True),
-    Cell("pp=2,dp=2",          "1f1b",                     6),
+    Cell("pp=2,dp=2",          "1f1b",                     6, slow=True),
     Cell("pp=2,dp=2",          "interleaved-1f1b",         2, slow=True),
     Cell("pp=2,dp=2",          "zbv",                      6),
-    Cell("pp=2,fsdp=2",        "1f1b",                     2, "zero1"),
-    Cell("pp=2,fsdp=2",        "1f1b",                     2, "zero2"),
+    Cell("pp=2,fsdp=2",        "1f1b",                     2, "zero1", slow=True),
+    Cell("pp=2,fsdp=2",        "1f1b",                     2, "zero2", slow=True),
     Cell("pp=2,fsdp=2",        "1f1b",                     6, "zero3"),
     Cell("pp=2,fsdp=2",        "looped-bfs",               3, "zero3", slow=True),
     Cell("pp=2,fsdp=2",        "interleaved-zero-bubble",  2, "zero1", slow=True),
     Cell("pp=2,fsdp=2",        "interleaved-zero-bubble",  6, "zero2", slow=True),
-    Cell("pp=2,fsdp=2",        "interleaved-zero-bubble",  2, "zero3"),
+    Cell("pp=2,fsdp=2",        "interleaved-zero-bubble",  2, "zero3", slow=True),
     Cell("pp=2,fsdp=2",        "dualpipev",                4, "zero3", slow=True),
     Cell("pp=2,dp=2,fsdp=2",   "1f1b",                     2, "zero3", slow=True),
 ]
 ROUNDED = [
     Cell("pp=2",               "1f1b",                     6, precision="bf16"),
-    Cell("pp=2",               "zbv",                      2, precision="bf16"),
+    Cell("pp=2",               "zbv",                      2, precision="bf16", slow=True),
     Cell("pp=2,fsdp=2",        "1f1b",                     2, precision="bf16", slow=True),
 ]
 # fmt: on

@@ -255,8 +255,8 @@ class Cell:
 
 # fmt: off
 CELLS = [
-    Cell("tp=2"),
-    Cell("tp=2",             dropout=DROPOUT),
+    Cell("tp=2",             slow=True),
+    Cell("tp=2",             dropout=DROPOUT, slow=True),
     Cell("tp=2",             fused=True),
     Cell("tp=2",             frozen=True, slow=True),
     Cell("tp=2",             recompute=True, dropout=DROPOUT, slow=True),
@@ -267,13 +267,13 @@ CELLS = [
     Cell("tp=2",             optimizer="fused adamw", slow=True),
     Cell("tp=4",             slow=True),
     Cell("tp=4",             fused=True, dropout=DROPOUT, slow=True),
-    Cell("cp=2"),
+    Cell("cp=2",             slow=True),
     Cell("cp=2",             dropout=DROPOUT),
     Cell("cp=2",             recompute=True, dropout=DROPOUT, slow=True),
     Cell("cp=2",             precision="bf16", slow=True),
     Cell("cp=4",             slow=True),
     Cell("cp=4",             dropout=DROPOUT, slow=True),
-    Cell("dp=2,tp=2"),
+    Cell("dp=2,tp=2",        slow=True),
     Cell("dp=2,cp=2",        slow=True),
     Cell("cp=2,tp=2",        slow=True),
     Cell("cp=2,tp=2",        dropout=DROPOUT, slow=True),
@@ -659,7 +659,9 @@ def with_and_without_a_stop(job: Job, layout: str) -> tuple[list[Any], list[Any]
     return stopped + continued, live(job, layout, job.folder / "whole")
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", pytest.param("fsdp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["tp=2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cp=2", "fsdp=2,tp=2"))]
+)
 def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(ranks: RankPool, layout: str) -> None:
     everybody = ranks.run(with_and_without_a_stop, Layout.parse(layout).world_size, layout)
     for in_parts, at_once in everybody:
