@@ -116,7 +116,15 @@ AdamW divides a gradient by its own size. Elements with a gradient near rounding
 """
 
 Cell = tuple[Row, str]
-CELLS = [pytest.param((row, name), id=f"{row.layout}-{row.micro_batch}-{name}") for row in ROWS for name in COLUMNS]
+CELLS = [
+    pytest.param(
+        (row, name),
+        id=f"{row.layout}-{row.micro_batch}-{name}",
+        marks=[pytest.mark.slow] if row.layout in ("dp=3", "dp=4", "fsdp=4") else [],
+    )
+    for row in ROWS
+    for name in COLUMNS
+]
 COMPARED_WITH_PLAIN_PYTORCH = [name for name, c in COLUMNS.items() if c.dropout == 0 and c.precision == "fp32"]
 
 

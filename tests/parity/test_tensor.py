@@ -494,9 +494,9 @@ def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table, cell
 
 
 def test_dropout_fused_matrices_and_rounding_really_are_another_computation(table: Table) -> None:
-    cells = [cell for cell in CELLS if cell.layout == "tp=2" and not cell.slow and not cell.recompute]
-    losses = {tuple(round(step["loss"], 4) for step in table[cell].ranks[0].steps) for cell in cells}
-    assert len(losses) == len(cells)
+    cells = {in_one_process(cell): cell for cell in CELLS if cell.layout == "tp=2" and not cell.slow}
+    losses = {tuple(round(step["loss"], 4) for step in table.reference(cell).steps) for cell in cells.values()}
+    assert len(losses) == len(cells) > 1
 
 
 # ---- How often ranks talk
