@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import apis as functorch  # private in torch 2.11 and 2.13
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
@@ -162,12 +163,25 @@ def no_own_gradients(axis: str) -> Iterator[None]:
             refuse(f"{function.__name__}, an autograd.Function, which is given gradients")
         return apply.__func__(function, *args, **kwargs)
 
+    functions: Any = functorch
+    vmap = functions.vmap_impl
+
+    def checked_vmap(*args: Any, **kwargs: Any) -> Any:
+        if any(map(along_of, tensors_of((args, kwargs)))):
+            raise UserError(
+                f"{user_line()} gives torch.vmap a cut tensor, which looks like a whole one inside",
+                f"write the dim out (broadcasting, einsum), or use a layout without {axis}",
+            )
+        return vmap(*args, **kwargs)
+
     torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
+    functions.vmap_impl = checked_vmap
     try:
         with _Refusing(refuse):
             yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        functions.vmap_impl = vmap
 
 
 class _Refusing(TorchFunctionMode):
