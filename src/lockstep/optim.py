@@ -86,9 +86,12 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     start = torch.randn(4, 6, generator=draw)
     gradients = [torch.randn(4, 6, generator=draw) for _ in range(2)]
 
+    known = inspect.signature(type(optimizer)).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
+
     def trained(slices: list[slice]) -> torch.Tensor:
         parts = [torch.nn.Parameter(start[rows].clone()) for rows in slices]
-        twin = type(optimizer)(parts, **optimizer.defaults)
+        twin = type(optimizer)(parts, **arguments)
         for gradient in gradients:
             for part, rows in zip(parts, slices, strict=True):
                 part.grad = gradient[rows].clone()

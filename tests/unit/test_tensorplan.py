@@ -476,3 +476,68 @@ def test_blocks_of_which_nothing_can_be_cut_are_refused_with_reasons() -> None:
 
     with pytest.raises(UserError, match=r"tp=2 would cut nothing .*blocks\.0\.mix: softmax goes along the dim that is"):
         plan(Stack(Softly))
+
+
+# ---- What sees gradients, of which a rank has a share
+
+
+class Rounded(torch.autograd.Function):
+    """Lets gradients through as they are."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[no-untyped-call]
+    return x
+
+
+def penalised(x: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(x.sum(), x, create_graph=True)
+    return x + gradient
+
+
+@pytest.mark.parametrize(
+    ("through", "sentence"),
+    [
+        (hooked, "has a hook on a gradient"),
+        (penalised, "has a gradient inside the loss"),
+        (Rounded.apply, "Rounded is an autograd.Function"),
+        (torch.vmap(torch.sin), r"gives torch\.vmap a cut tensor"),
+    ],
+)
+def test_code_that_would_see_a_share_of_a_gradient_is_refused(through: Any, sentence: str) -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(through(self.up(x)))  # type: ignore[no-any-return]
+
+    with pytest.raises(UserError, match=sentence):
+        plan(Stack(Mlp))
+
+
+@pytest.mark.parametrize("used", ["shape", "sum in a list"])
+def test_a_matrix_whose_weight_is_looked_at_elsewhere_stays_whole(used: str) -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+            self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.up.weight
+            factor = weight.shape[0] if used == "shape" else torch.stack([weight, weight]).sum()
+            return self.down(self.up(x)) / factor + self.other(x)  # type: ignore[no-any-return]
+
+    found = plan(Stack(Mlp))
+    assert kinds(found) == {"other.0": "column", "other.2": "row"}
+    assert "its weight is used outside of it" in found.whole["blocks.0.up"]

@@ -105,7 +105,7 @@ def plan_context(skeleton: nn.Module, look: Callable[..., Any], cp: int) -> list
     try:
         following = can_be_followed(lambda: look(skeleton), "cp")
         with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients("cp"), following, Following():
-            look(skeleton, Axis("cp", 1, 0, observer=trial))
+            refuse_own_functions(look(skeleton, Axis("cp", 1, 0, observer=trial)), "cp")
     finally:
         for handle in handles:
             handle.remove()
@@ -145,23 +145,12 @@ GRADIENT_FUNCTIONS = {
 @contextmanager
 def no_own_gradients(axis: str) -> Iterator[None]:
     """Refuse code of the user's that sees gradients: under tp and cp a rank has a share or a part of them only."""
-    apply = torch.autograd.Function.__dict__["apply"]
 
     def refuse(what: str) -> None:
         raise UserError(
             f"{user_line()} has {what}, and under {axis} a rank has only a share of it",
             "use a dp or fsdp layout for this model",
         )
-
-    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.__module__.startswith("torch.utils.checkpoint"):
-            raise UserError(
-                f"the model recomputes with a reentrant checkpoint, which does not go with {axis}",
-                "give torch.utils.checkpoint use_reentrant=False, or leave it out and give run.setup recompute=True",
-            )
-        if not function.__module__.startswith(("torch.", "lockstep.")):
-            refuse(f"{function.__name__}, an autograd.Function, which is given gradients")
-        return apply.__func__(function, *args, **kwargs)
 
     functions: Any = functorch
     vmap = functions.vmap_impl
@@ -174,14 +163,39 @@ def no_own_gradients(axis: str) -> Iterator[None]:
             )
         return vmap(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
     functions.vmap_impl = checked_vmap
     try:
         with _Refusing(refuse):
             yield
     finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         functions.vmap_impl = vmap
+
+
+def refuse_own_functions(result: Any, axis: str) -> None:
+    """Refuse autograd.Functions of the user's in what leads to a loss: their backward would get a share of a gradient.
+
+    They are found in autograd's graph, however they were called.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors_of(result) if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        function: Any = getattr(node, "_forward_cls", torch.autograd.Function)
+        module = function.__module__
+        if module == "torch.utils.checkpoint":
+            raise UserError(
+                f"the model recomputes with a reentrant checkpoint, which does not go with {axis}",
+                "give torch.utils.checkpoint use_reentrant=False, or leave it out and give run.setup recompute=True",
+            )
+        if not module.startswith(("torch.", "lockstep.")):
+            raise UserError(
+                f"{function.__name__} is an autograd.Function, which is given gradients, and under {axis} a rank has "
+                "only a share of them",
+                "write it with torch's own operations, or use a dp or fsdp layout for this model",
+            )
+        further = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(further)
+        waiting += further
 
 
 class _Refusing(TorchFunctionMode):

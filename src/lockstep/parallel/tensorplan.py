@@ -20,7 +20,13 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.context import LOOKED_AT, can_be_followed, no_own_gradients, no_shortcuts
+from lockstep.parallel.context import (
+    LOOKED_AT,
+    can_be_followed,
+    no_own_gradients,
+    no_shortcuts,
+    refuse_own_functions,
+)
 from lockstep.parallel.crossing import is_fake, tensors_in, user_line
 from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_of, plain
 from lockstep.parallel.forward import replace_call
@@ -314,7 +320,7 @@ class _Finder:
         try:
             following = can_be_followed(lambda: self._look(self._model), "tp")
             with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients("tp"), following, uses:
-                self._look(self._model)
+                refuse_own_functions(self._look(self._model), "tp")
         finally:
             for one in reversed(undo):
                 one()
