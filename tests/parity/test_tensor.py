@@ -306,7 +306,10 @@ CELLS = [
 
 
 def each(cells: list[Cell]) -> pytest.MarkDecorator:
-    marked = [pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.slow else []) for cell in cells]
+    def marks(cell: Cell) -> list[Any]:
+        return [pytest.mark.limit(300)] * (cell.world_size > 8) + [pytest.mark.slow] * cell.slow
+
+    marked = [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in cells]
     return pytest.mark.parametrize("cell", marked)
 
 
@@ -381,7 +384,8 @@ class Table:
 
     def _train(self, cells: list[Cell]) -> None:
         try:
-            by_rank = self._ranks.run(train, cells[0].world_size, cells[0].layout, cells, timeout=100)
+            most = 100 if cells[0].world_size <= 8 else 280
+            by_rank = self._ranks.run(train, cells[0].world_size, cells[0].layout, cells, timeout=most)
         except AssertionError as error:
             if len(cells) == 1:  # once, not again for every test of the cell
                 self._cells[cells[0]] = error
