@@ -45,7 +45,7 @@ from typing import IO, Any, TypeVar
 
 Result = TypeVar("Result")
 
-MOST_RANKS = 8
+MOST_RANKS = 16
 PRELOADED = [
     "pytest",
     "torch",
