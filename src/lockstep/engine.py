@@ -39,7 +39,6 @@ from lockstep.parallel.context import cut_sequences, sequence_length
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.parallel.team import in_order
-from lockstep.parallel.tensor import Slice
 from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
@@ -205,13 +204,12 @@ class Engine:
     @property
     def parameter_count(self) -> int:
         """How many numbers the whole model has."""
-        cut = {name: math.prod(p.shape) // p.shape[how.dim] * sum(how.parts) for name, p, how in self._cut_parameters()}
-        return sum(cut.get(name, parameter.numel()) for name, parameter in self.model.named_parameters())
-
-    def _cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Slice]]:
+        count = 0
         for name, parameter in self.model.named_parameters():
-            if name in self.slices:
-                yield name, parameter, self.slices[name]
+            how = self.slices.get(name)
+            shared = 1 if how is None else sum(how.parts) / parameter.shape[how.dim]
+            count += round(parameter.numel() * shared)
+        return count
 
     @property
     def is_ready(self) -> bool:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.optim import multiplies_gradients
+from lockstep.parallel.dtensors import local_part
 
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """This rank's part of every gradient there is, as plain tensors."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def global_norm(

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.attention import BACKENDS
 from lockstep.errors import UserError
+from lockstep.parallel.dtensors import like, local_part
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 def engine_state(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """This rank's tensors (its shards, where the model is sharded) and the JSON part."""
     engine.rest()
-    tensors = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
+    tensors = {f"model/{name}": local_part(tensor) for name, tensor in engine.stored}
     tensors |= {f"buffer/{name}": tensor for name, tensor in engine.buffers}
     values: dict[str, Any] = {}
     for name, parameter in _trained(engine):
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 kind = "optimizer-shard" if isinstance(value, DTensor) else "optimizer"
-                tensors[f"{kind}/{name}/{key}"] = _local(value)
+                tensors[f"{kind}/{name}/{key}"] = local_part(value)
             else:
                 values.setdefault(name, {})[key] = value
     return tensors, {
@@ -91,15 +92,7 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
             # The step count is a scalar on the CPU, except where the optimizer reads it on the device.
             value = tensor.to(parameter.device) if tensor.dim() or id(parameter) in on_device else tensor
             if kind == "optimizer-shard":
-                assert isinstance(parameter, DTensor)
-                value = DTensor.from_local(
-                    value,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                value = like(parameter, value)
             engine.optimizer.state[parameter][slot] = value
     for name, values in meta["optimizer"]["values"].items():
         if name in parameters:  # the others are those of other ranks of a pipeline
@@ -116,7 +109,7 @@ def restore_engine(engine: Engine, tensors: dict[str, torch.Tensor], meta: dict[
 @torch.no_grad()
 def restore_model(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
     """Put a checkpoint's weights and buffers into an engine of the same model and sharding, and nothing else."""
-    targets = {f"model/{name}": _local(tensor) for name, tensor in engine.stored}
+    targets = {f"model/{name}": local_part(tensor) for name, tensor in engine.stored}
     targets |= {f"buffer/{name}": tensor for name, tensor in engine.buffers}
     _refuse_other_names(set(targets), {name for name in tensors if not name.startswith("optimizer")})
     for name, target in targets.items():
@@ -160,10 +153,6 @@ def _refuse_other_names(model: set[str], checkpoint: set[str]) -> None:
         raise UserError(f"the checkpoint has no {missing[0]}", "build the model the checkpoint was written with")
     if extra := sorted(checkpoint - model):
         raise UserError(f"the model has no {extra[0]}", "build the model the checkpoint was written with")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _kind(tensor: torch.Tensor) -> str:

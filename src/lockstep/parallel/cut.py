@@ -3,7 +3,7 @@
 A `Cut` has the shape of the whole tensor and the data of this rank's part. The user's own `.view(b, t, heads, d)`
 means what it says, and attention runs on this rank's heads. The matrices of a tensor-parallel block make such
 tensors (axis tp), and so does a batch whose sequences are cut (axis cp). What an operation does with them is one rule
-a torch function, in `rules.py`; one without a rule gets the whole tensor, gathered.
+a torch function, in `rules/`; one without a rule gets the whole tensor, gathered.
 
 Gradients follow one convention: the loss is divided by the number of ranks that compute it together, and the gradient
 of anything is the SUM of what those ranks have of it. So the derivative of every collective is its transpose, a value
@@ -23,12 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.parallel.crossing import is_fake
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.comm import gather_into, scatter_sums_into
 
 Parts = tuple[int, ...]
-
-# Renamed in torch 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class CannotCutError(Exception):
@@ -115,10 +112,7 @@ class Cut(torch.Tensor):
         return self._answer(torch.Tensor.unflatten, dim, sizes)
 
     def _answer(self, func: Any, *args: Any) -> Any:
-        from lockstep.parallel.rules import answer
-
-        with torch._C.DisableTorchFunctionSubclass():
-            return answer(func, (self, *args), {})
+        return type(self).__torch_function__(func, (type(self),), (self, *args))
 
     def __deepcopy__(self, memo: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -130,7 +124,6 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from lockstep.parallel.rules import answer
-        from lockstep.parallel.rules.arguments import cuts_in
 
         if cuts_in((args, kwargs)):
             return answer(func, args, kwargs or {})
@@ -141,6 +134,16 @@ def along_of(value: Any) -> tuple[Along, ...]:
     """Where a value is cut; nowhere if it is plain."""
     found: tuple[Along, ...] = getattr(value, "along", ())
     return found
+
+
+def along_axis(value: Any, axis: str) -> Along | None:
+    """Where a value is cut over one axis."""
+    return next((one for one in along_of(value) if one.axis.name == axis), None)
+
+
+def along_others(value: Any, axis: str) -> tuple[Along, ...]:
+    """Where a value is cut over other axes."""
+    return tuple([one for one in along_of(value) if one.axis.name != axis])
 
 
 def mark(part: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
@@ -234,12 +237,29 @@ def add_up_apart(part: torch.Tensor, along: Along) -> torch.Tensor:
     return mine
 
 
+def whole_along(value: torch.Tensor, axis: str) -> torch.Tensor:
+    """A tensor, gathered where it is cut over one axis."""
+    cut = along_axis(value, axis)
+    return value if cut is None else mark(gather(plain(value), cut), along_others(value, axis))
+
+
 def whole_of(value: torch.Tensor) -> torch.Tensor:
     """A tensor, gathered along every dim it is cut in; called where a Cut is its own part."""
     part = plain(value)
     for along in along_of(value):
         part = gather(part, along)
     return part
+
+
+def cuts_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments of a call that are cut."""
+    if along_of(tree):
+        return [tree]
+    if isinstance(tree, tuple | list):
+        return [cut for one in tree for cut in cuts_in(one)]
+    if isinstance(tree, dict):
+        return [cut for one in tree.values() for cut in cuts_in(one)]
+    return []
 
 
 def without_cuts(tree: Any, change: Callable[[torch.Tensor], torch.Tensor] = whole_of) -> Any:
@@ -339,7 +359,7 @@ def reduce_scatter(part: torch.Tensor, along: Along) -> torch.Tensor:
         mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
     else:
         mine = torch.empty_like(parts[0])
-        _reduce_scatter(mine.view(-1), parts.view(-1), group=_group(axis))
+        scatter_sums_into(mine.view(-1), parts.view(-1), group=_group(axis))
     own: torch.Tensor = mine.narrow(along.dim, 0, along.own)
     return own
 
@@ -353,7 +373,7 @@ def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:
         stacked: torch.Tensor = collectives.wait_tensor(collectives.all_gather_tensor(sent.flatten(), 0, axis.group))
     else:
         stacked = sent.new_empty(axis.size * sent.numel())
-        _all_gather(stacked, sent.view(-1), group=_group(axis))
+        gather_into(stacked, sent.view(-1), group=_group(axis))
     return stacked.view(axis.size, *part.shape)
 
 

@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lockstep.grads import local_gradients
 from lockstep.layout import Layout
 from lockstep.parallel.cut import Along, put_together
+from lockstep.parallel.dtensors import like, local_part, of_part
 from lockstep.parallel.gradients import GradientSync
 from lockstep.parallel.tensor import Slice
 from lockstep.runtime.axis import Axis
@@ -75,14 +77,14 @@ class TeamGradients:
         """Add up what the ranks of the team have, and show it to the optimizer."""
         self._inner.finish(somebody_has_unused)
         for group, parameters in self._sums:
-            _add_up([_local(p.grad) for p in parameters if p.grad is not None], group)
+            _add_up(local_gradients(parameters), group)
         for stored, given in self._shown:
             if stored.grad is None:
                 given.grad = None
             elif given.grad is None:
-                given.grad = _like(given, _local(stored.grad))
+                given.grad = like(given.data, local_part(stored.grad))
             else:  # a new DTensor for each of many parameters takes a while (private in torch 2.11 and 2.13)
-                given.grad._local_tensor = _local(stored.grad)  # type: ignore[attr-defined]
+                given.grad._local_tensor = local_part(stored.grad)  # type: ignore[attr-defined]
 
     def updated(self) -> None:
         """The optimizer has changed what it was given, which is what is stored."""
@@ -139,14 +141,7 @@ def _shown(parameter: nn.Parameter, how: Slice | None, mesh: DeviceMesh) -> nn.P
         placements |= dict(zip(names, parameter.data.placements, strict=True))
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in placements)
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    whole = DTensor.from_local(
-        _local(parameter.data),
-        mesh[axes],
-        [placements[axis] for axis in axes],
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
+    whole = of_part(local_part(parameter.data), mesh[axes], [placements[axis] for axis in axes], shape, stride)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
@@ -155,19 +150,6 @@ def in_order(full: torch.Tensor, how: Slice | None, tp: int) -> torch.Tensor:
     if how is None or len(how.parts) == 1:
         return full
     return put_together(torch.stack(full.chunk(tp, how.dim)), Along(Axis("tp", tp, 0), how.dim, how.parts))
-
-
-def _like(given: nn.Parameter, part: torch.Tensor) -> DTensor:
-    data = given.data
-    assert isinstance(data, DTensor)
-    return DTensor.from_local(
-        part, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-    )
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -16,7 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.parallel.cut import Along, Parts, add_up, add_up_apart, along_of, gather, mark, plain, take
+from lockstep.parallel.cut import (
+    Along,
+    Parts,
+    add_up,
+    add_up_apart,
+    along_axis,
+    along_of,
+    along_others,
+    mark,
+    plain,
+    take,
+    whole_along,
+)
 from lockstep.parallel.forward import Forward, replace_forward
 from lockstep.parallel.materialise import Built, Tensors
 from lockstep.runtime.axis import Axis
@@ -106,11 +118,11 @@ def open_attention(model: nn.Module) -> None:
     """Let torch's attention modules compute step by step, so that what is cut by sequence can be followed."""
     alone = Role("heads", ())
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and fits_heads(module) is None:
+        if isinstance(module, nn.MultiheadAttention) and unfit_for_heads(module) is None:
             replace_forward(module, partial(_forward_of, alone, Axis("tp", 1, 0)))
 
 
-def fits_heads(module: nn.MultiheadAttention) -> str | None:
+def unfit_for_heads(module: nn.MultiheadAttention) -> str | None:
     """Why an attention module cannot be computed head by head, None where it can."""
     if module.bias_k is not None or module.add_zero_attn:
         return "it has a learnt key (add_bias_kv) or a zero one (add_zero_attn)"
@@ -163,12 +175,10 @@ def column(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.
 
 def row(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Tensor:
     """A matrix of which this rank has some rows: it takes some of the values, and all ranks add up their results."""
-    rest = tuple(one for one in along_of(input) if one.axis.name != axis.name)
-    if len(rest) == len(along_of(input)):
-        part = mark(take(plain(input), Along(axis, input.dim() - 1, parts)), rest)
-    else:
-        part = mark(plain(input), rest)
-    result = joined(F.linear(part, _matrix(module)), axis)
+    part = plain(input)
+    if along_axis(input, axis.name) is None:
+        part = take(part, Along(axis, input.dim() - 1, parts))
+    result = joined(F.linear(mark(part, along_others(input, axis.name)), _matrix(module)), axis)
     return result if module.bias is None else result + module.bias
 
 
@@ -193,7 +203,7 @@ def heads(
     need_weights: bool = True,
     attn_mask: torch.Tensor | None = None,
     average_attn_weights: bool = True,
-    is_causal: bool = False,
+    is_causal: bool = False,  # noqa: ARG001 - only a hint: the mask is there
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """torch's own attention module, on this rank's heads. Its forward hands the matrices to one large function."""
     along = partial(Along, axis, parts=(module.embed_dim,), origins=_origins(axis, module))
@@ -214,7 +224,7 @@ def heads(
         values = F.linear(one, matrix, bias)
         values = marked(values, along(values.dim() - 1)) if is_cut else values
         parted.append(values.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2))
-    mask = _bias(module, attn_mask, key_padding_mask, is_causal, query.dtype, query.shape[0])
+    mask = _bias(module, attn_mask, key_padding_mask, query.dtype, query.shape[0])
     p = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
@@ -227,8 +237,8 @@ def heads(
     else:
         mixed = F.scaled_dot_product_attention(parted[0], parted[1], parted[2], mask, p)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # as torch lays it out in memory, which dropout masks depend on
-    rest = tuple(one for one in along_of(mixed) if one.axis.name != axis.name)
-    result = joined(F.linear(mark(plain(mixed), rest), module.out_proj.weight), axis)
+    mixed = mark(plain(mixed), along_others(mixed, axis.name))
+    result = joined(F.linear(mixed, module.out_proj.weight), axis)
     if module.out_proj.bias is not None:
         result = result + module.out_proj.bias
     if module.batch_first and batched:
@@ -240,7 +250,6 @@ def _bias(
     module: nn.MultiheadAttention,
     attn_mask: torch.Tensor | None,
     padding: torch.Tensor | None,
-    is_causal: bool,  # noqa: ARG001 - only a hint: the mask is there
     dtype: torch.dtype,
     batch: int,
 ) -> torch.Tensor | None:
@@ -263,12 +272,10 @@ def _bias(
 
 
 def _of_all_heads(shares: torch.Tensor, axis: Axis, average: bool) -> torch.Tensor:
-    cut = next((one for one in along_of(shares) if one.axis.name == axis.name), Along(axis, 1, ()))
-    rest = tuple(one for one in along_of(shares) if one.axis.name != axis.name)
     if not average:
-        return mark(gather(plain(shares), cut), rest)
+        return whole_along(shares, axis.name)
     mean = plain(shares).mean(1) / axis.size
-    return mark(add_up(mean, axis), tuple(one.at(one.dim - 1) for one in rest))
+    return mark(add_up(mean, axis), [one.at(one.dim - 1) for one in along_others(shares, axis.name)])
 
 
 def marked(part: torch.Tensor, along: Along) -> torch.Tensor:
@@ -290,13 +297,11 @@ def joined(part: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def gathered(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A tensor of whose tokens ranks have some each, with all of them: once for all matrices that take it in."""
-    cut = next((one for one in along_of(value) if one.axis.name == axis.name), None)
-    if cut is None:
+    if along_axis(value, axis.name) is None:
         return value
     kept: Any = value
     if not hasattr(kept, "gathered"):
-        rest = tuple(one for one in along_of(value) if one is not cut)
-        kept.gathered = mark(gather(plain(value), cut), rest)
+        kept.gathered = whole_along(value, axis.name)
     whole: torch.Tensor = kept.gathered
     return whole
 

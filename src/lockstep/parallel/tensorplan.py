@@ -28,11 +28,11 @@ from lockstep.parallel.context import (
     refuse_own_functions,
 )
 from lockstep.parallel.crossing import is_fake, tensors_in, user_line
-from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_of, plain
+from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_axis, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.rehearsal import without_data
-from lockstep.parallel.tensor import Role, Slice, column, features, fits_heads, heads, is_linear, row, slices
+from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_linear, row, slices, unfit_for_heads
 from lockstep.parallel.trees import tensors_of
 from lockstep.runtime.axis import Axis
 
@@ -353,7 +353,7 @@ class _Finder:
             self._set(trial, name, Role("heads", (module.embed_dim,)))
             return heads(module, axis, (module.embed_dim,), *args, **kwargs)
         value = args[0] if args else kwargs["input"]
-        cut = next((one for one in along_of(value) if one.axis.name == "tp"), None)
+        cut = along_axis(value, "tp")
         if cut is not None and cut.dim == value.dim() - 1 and cut.origins:
             if name in self._closed:
                 reason = f"{name}, which takes it in, stays whole: {self._whole[name]}"
@@ -490,7 +490,7 @@ def _counts(numbers: torch.Tensor) -> bool:
 def _unfit(module: nn.Module) -> str | None:
     """Why a module cannot be cut whatever it is used for."""
     if isinstance(module, nn.MultiheadAttention):
-        return fits_heads(module)
+        return unfit_for_heads(module)
     if is_linear(module) and features(module)[1] == 1:
         return "it returns one value"
     if isinstance(module, nn.Embedding):

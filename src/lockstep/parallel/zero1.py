@@ -14,12 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import Format
+from lockstep.parallel.dtensors import of_part
 from lockstep.parallel.replicate import GradientBuckets, fill_buckets
 from lockstep.parallel.shard import data_mesh, refuse_unshardable
-from lockstep.runtime.comm import Comm
-
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Renamed in torch 2.13."""
+from lockstep.runtime.comm import Comm, gather_into
 
 
 class ShardedOptimizer(GradientBuckets):
@@ -69,14 +67,8 @@ class ShardedOptimizer(GradientBuckets):
 
     def _own_part(self, whole: torch.Tensor) -> DTensor:
         placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
-        return DTensor.from_local(
-            _chunk(whole, self._shards.rank(), self._shards.size()),
-            self._mesh,
-            placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        mine = _chunk(whole, self._shards.rank(), self._shards.size())
+        return of_part(mine, self._mesh, placements, whole.shape, whole.stride())
 
 
 class _Rows:
@@ -98,7 +90,7 @@ class _Rows:
             [slot[: own.numel()] for slot, own in zip(mine.split(self._padded), self._own, strict=True)], self._own
         )
         everybody = mine.new_empty(self._shards.size(), size)
-        all_gather(everybody.view(-1), mine, group=self._shards)
+        gather_into(everybody.view(-1), mine, group=self._shards)
         targets, sources = [], []
         for whole, table in zip(self._whole, everybody.split(self._padded, dim=1), strict=True):
             # Rows stand in the order of the ranks: some ranks have all a slot can hold, one a rest, others nothing.

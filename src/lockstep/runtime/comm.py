@@ -22,6 +22,10 @@ Reduction = Literal["sum", "mean", "min", "max"]
 
 POLL_SECONDS = 0.05
 
+# Renamed in torch 2.13.
+gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_sums_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Comm:
     """How this rank talks to the others. With one process nothing is started and every call returns its argument.

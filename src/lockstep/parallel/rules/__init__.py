@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from lockstep.errors import UserError
-from lockstep.parallel.cut import along_of, mark, plain, whole_shape, without_cuts
+from lockstep.parallel.cut import along_of, cuts_in, mark, plain, whole_shape, without_cuts
 from lockstep.parallel.rules import losses, numbers, products, shapes
-from lockstep.parallel.rules.arguments import Rule, cannot, cuts_in
+from lockstep.parallel.rules.arguments import Rule, cannot
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a torch function that was given a Cut"""
+    """The result of a torch function that was given a Cut."""
     name = func.__name__
     if name == "__get__":
         return _attribute(func, args[0])
@@ -101,10 +101,8 @@ POINTWISE = [
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__",
     "__rdiv__", "__pow__", "__rpow__", "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__or__", "__xor__",
     "__rand__", "__ror__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__rmod__",
-    "__floordiv__", "__rfloordiv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_",
-    "div_", "masked_fill_", "clamp_", "clamp_min_", "clamp_max_", "exp_", "neg_", "sigmoid_", "tanh_", "relu_",
-    "square_", "sqrt_", "rsqrt_", "pow_", "zero_", "fill_", "copy_", "addcmul_", "addcdiv_", "lerp_", "silu_",
-    "gelu_",
+    "__floordiv__", "__rfloordiv__",
+    *numbers.IN_PLACE,
 ]
 ALONG_DIM = [
     "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "normalize", "flip", "roll", "sort", "argsort", "topk",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.cut import Along, Parts, along_of, gather, mark, plain, take, whole_shape
+from lockstep.parallel.cut import Along, Parts, along_axis, along_of, cuts_in, gather, mark, plain, take, whole_shape
 from lockstep.runtime.axis import Axis
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -19,17 +19,6 @@ def cannot(along: Sequence[Along], reason: str, parts: Parts | None = None) -> A
     for observer in {one.axis.observer for one in along if one.axis.observer is not None}:
         observer.cannot([one for one in along if one.axis.observer is observer], reason, parts)
     return NotImplemented
-
-
-def cuts_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in the arguments of a call that are cut."""
-    if along_of(tree):
-        return [tree]
-    if isinstance(tree, tuple | list):
-        return [cut for one in tree for cut in cuts_in(one)]
-    if isinstance(tree, dict):
-        return [cut for one in tree.values() for cut in cuts_in(one)]
-    return []
 
 
 def cut_like(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
@@ -70,10 +59,14 @@ def common(all_along: Sequence[Along], free: int) -> Any:
 
 
 def parts_at(value: torch.Tensor, axis: Axis, dim: int) -> Parts:
-    for one in along_of(value):
-        if one.axis.name == axis.name:
-            return one.parts
-    return (whole_shape(value)[dim],)
+    """The parts of a dim, whether it is cut or still whole."""
+    cut = along_axis(value, axis.name)
+    return (whole_shape(value)[dim],) if cut is None else cut.parts
+
+
+def applied(rule: Rule, func: Any, *args: Any) -> Any:
+    """A function by its rule, or as it is where nothing is cut."""
+    return rule(func, args, {}) if cuts_in(args) else func(*args)
 
 
 def arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
@@ -86,4 +79,5 @@ def arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str],
 
 
 def flat(sizes: Sequence[Any]) -> list[int]:
+    """Sizes that were given as a tuple, or one by one."""
     return list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)

@@ -41,8 +41,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return NotImplemented
     counted = taken(target, [one.at(one.dim - target.dim()) for one in along])
     rows = [one.at((one.dim + (one.dim >= classes and logits.dim() > 1)) - logits.dim()) for one in along]
-    rest = [one for one in along_of(logits) if one.dim != classes]
-    part = taken(mark(plain(logits), rest), rows)
+    part = taken(mark(plain(logits), by_sample), rows)
     if by_class:
         losses = _ClassLoss.apply(part, counted, by_class[0], classes, ignored)
     else:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from lockstep.parallel.cut import Along, add_up, along_of, gather, mark, plain, take, whole_shape
-from lockstep.parallel.rules.arguments import Rule, arguments, cannot, cut_like, cuts_in, taken
+from lockstep.parallel.cut import Along, add_up, along_axis, along_of, mark, plain, take, whole_along, whole_shape
+from lockstep.parallel.rules.arguments import applied, arguments, cannot, cut_like, taken
 from lockstep.parallel.rules.numbers import along_dim, dropout, pointwise
 from lockstep.parallel.rules.shapes import repeat_interleave, swap_dims
 
@@ -42,17 +42,15 @@ def contract(
             values = [whole_along(value, name) for value in values]
             continue
         for number, (value, named) in enumerate(zip(values, letters, strict=True)):
-            mine = next((one for one in along_of(value) if one.axis.name == name), None)
+            mine = along_axis(value, name)
             if mine is not None and (named[mine.dim], mine.parts) == (letter, cut.parts):
                 cut = cut._replace(origins=cut.origins | mine.origins)
                 continue
-            rest = [one for one in along_of(value) if one.axis.name != name]
-            if mine is not None:
-                if name == "tp":
-                    return cannot([cut, mine], "it is multiplied by a tensor that is cut in another place")
-                value = mark(gather(plain(value), mine), rest)
+            if mine is not None and name == "tp":
+                return cannot([cut, mine], "it is multiplied by a tensor that is cut in another place")
+            value = whole_along(value, name)
             if letter in named and value.shape[at := list(named).index(letter)] != 1:
-                value = mark(take(plain(value), cut.at(at)), rest)
+                value = mark(take(plain(value), cut.at(at)), along_of(value))
             values[number] = value
         if letter in out:
             along.append(cut.at(list(out).index(letter)))
@@ -64,14 +62,6 @@ def contract(
     for axis in sums:
         result = add_up(result, axis)
     return mark(result, along)
-
-
-def whole_along(value: torch.Tensor, axis: str) -> torch.Tensor:
-    """A tensor, gathered where it is cut over one axis."""
-    part = plain(value)
-    for one in along_of(value):
-        part = gather(part, one) if one.axis.name == axis else part
-    return mark(part, [one for one in along_of(value) if one.axis.name != axis])
 
 
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,11 +94,10 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if result is NotImplemented:
         return result
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    result = pointwise(torch.mul, (result, alpha), {}) if along_of(result) else result * alpha
+    result = applied(pointwise, torch.mul, result, alpha)
     if beta == 0:  # whatever is in there
         return result
-    scaled = pointwise(torch.mul, (value, beta), {}) if along_of(value) else value * beta
-    return pointwise(torch.add, (scaled, result), {}) if along_of(result) else scaled + result
+    return applied(pointwise, torch.add, applied(pointwise, torch.mul, value, beta), result)
 
 
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,20 +134,18 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for operand in (key, value):
         for one in along_of(operand):
             if one.dim == operand.dim() - 2:
-                rest = [other for other in along_of(operand) if other is not one]
-                operand = mark(gather(plain(operand), one), rest)
+                operand = whole_along(operand, one.axis.name)
         for one in by_head:
-            mine = [other for other in along_of(operand) if other.axis.name == one.axis.name]
-            if not mine:
+            mine = along_axis(operand, one.axis.name)
+            if mine is None:
                 size = operand.shape[one.dim]
                 if size == 1:  # one key for all heads
                     continue
                 if size % one.axis.chunks and one.axis.size > 1:
                     return cannot([one], "its keys and values are not cut by head")
-                rest = list(along_of(operand))
-                operand = mark(take(plain(operand), one.at(one.dim, (size,))), rest)
-            elif mine[0].dim != one.dim:
-                return cannot([one, mine[0]], "queries and keys are cut in different places")
+                operand = mark(take(plain(operand), one.at(one.dim, (size,))), along_of(operand))
+            elif mine.dim != one.dim:
+                return cannot([one, mine], "queries and keys are cut in different places")
         if {one.axis.name for one in along_of(operand)} - {one.axis.name for one in by_head}:
             return cannot(along_of(operand), "its queries are whole")
         keys.append(plain(operand))
@@ -213,35 +200,30 @@ def _attention_with_dropout(
 ) -> Any:
     """Step by step, as torch computes it on a CPU, so that the mask is that of one device."""
 
-    def apply(rule: Rule, func: Any, *args: Any) -> Any:
-        if not cuts_in(args):
-            return func(*args)
-        return rule(func, args, {})
-
     if grouped:
         times = whole_shape(query)[-3] // whole_shape(key)[-3]
-        repeated = [apply(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value)]
+        repeated = [applied(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value)]
         if any(one is NotImplemented for one in repeated):
             return NotImplemented
         key, value = repeated
     factor = 1 / math.sqrt(whole_shape(query)[-1]) if scale is None else scale
-    scores = apply(matmul, torch.matmul, query, apply(swap_dims, torch.transpose, key, -2, -1))
+    scores = applied(matmul, torch.matmul, query, applied(swap_dims, torch.transpose, key, -2, -1))
     if scores is NotImplemented:
         return NotImplemented
-    scores = apply(pointwise, torch.mul, scores, factor)
+    scores = applied(pointwise, torch.mul, scores, factor)
     if causal:
         rows, columns = whole_shape(scores)[-2:]
         seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-        scores = apply(pointwise, torch.Tensor.masked_fill, scores, ~seen, -math.inf)
+        scores = applied(pointwise, torch.Tensor.masked_fill, scores, ~seen, -math.inf)
     elif bias is not None and bias.dtype == torch.bool:
-        hidden = apply(pointwise, torch.logical_not, bias)
-        scores = apply(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
+        hidden = applied(pointwise, torch.logical_not, bias)
+        scores = applied(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
     elif bias is not None:
-        scores = apply(pointwise, torch.add, scores, bias)
+        scores = applied(pointwise, torch.add, scores, bias)
     if scores is NotImplemented:
         return NotImplemented
-    weights = apply(along_dim, torch.softmax, scores, -1)
+    weights = applied(along_dim, torch.softmax, scores, -1)
     if weights is NotImplemented:
         return NotImplemented
-    weights = apply(dropout, F.dropout, weights, p)
-    return apply(matmul, torch.matmul, weights, value)
+    weights = applied(dropout, F.dropout, weights, p)
+    return applied(matmul, torch.matmul, weights, value)
