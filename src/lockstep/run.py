@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import IO, Any, Literal, Self, get_args
+from typing import IO, Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -87,6 +87,8 @@ from lockstep.runtime.place import cpus_per_rank
 from lockstep.scoring import Metric, MetricFunction, Perplexity
 
 MOST_WORKERS = 8
+
+Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
 
 class Run:
@@ -197,15 +199,10 @@ class Run:
         if compile != "off":
             check_compile(compile, self.layout, shard, numerics, batch_norm)
             keep_on_disk(cache_folder() / "compile")
-        self._pipeline = pipeline_config(
-            pipeline_config(pipeline).model_dump(exclude_unset=True)
-            | self._config.pipeline.model_dump(exclude_unset=True)
-        )
+        self._pipeline = _told(pipeline_config, pipeline, self._config.pipeline)
         if self._start is not None and self.layout.pp > 1:
             self._pipeline = cut_as_before(self._pipeline, self.layout.pp, self._start.index)
-        matrices = tensor_config(
-            tensor_config(tensor).model_dump(exclude_unset=True) | self._config.tensor.model_dump(exclude_unset=True)
-        )
+        matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         engine = self.engine = Engine(
             loss,
@@ -627,3 +624,8 @@ class Run:
             self.close()
         else:
             self.leave()
+
+
+def _told(make: Callable[[Any], Part], argument: Any, command_line: Part) -> Part:
+    """A part of the config: what `run.setup` was given, and over it what the command line says."""
+    return make(make(argument).model_dump(exclude_unset=True) | command_line.model_dump(exclude_unset=True))

@@ -6,7 +6,7 @@ does for plain blocks only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -34,7 +34,7 @@ from lockstep.parallel.stage import Stage, cut_model, skeleton_of
 from lockstep.parallel.statistics import RunningStatistics
 from lockstep.parallel.team import as_a_team
 from lockstep.parallel.tensor import Slice, cut_matrices, open_attention
-from lockstep.parallel.tensorplan import plan_tensor
+from lockstep.parallel.tensorplan import TensorPlan, plan_tensor
 from lockstep.parallel.ties import Tie
 from lockstep.parallel.timetable import SPLITS_BACKWARD, stages_of
 from lockstep.runtime.axis import Axis
@@ -140,13 +140,9 @@ def parallelize(
         fill_buffers(built)
         if layout.cp > 1:
             open_attention(built.model)
-        skeleton = skeleton_of(built.model, device)
-        if layout.cp > 1:
-            notes += [f"whole sequences are gathered: {line}" for line in plan_context(skeleton, look, layout.cp)]
-        if (axis := comm.cut_axis("tp")) is not None:
-            plan = plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, (), cuts_tokens(cutting, device))
-            notes.append(plan.describe(layout.tp))
-            built, slices = cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
+        plan, gathers = plan_team(skeleton_of(built.model, device), look, layout, cutting, device)
+        notes += [f"whole sequences are gathered: {line}" for line in gathers]
+        built, slices = cut_for_team(built, plan, comm, notes)
     model = materialise(built, cut, device)
     parameters = list(model.named_parameters())
     gradients: GradientSync
@@ -190,10 +186,8 @@ def parallelize_pipeline(
     numerics, config = cutting.numerics, cutting.pipeline
     built, planned = build_and_plan(build_model, look, layout, comm, device, cutting, seed)
     plan, skeleton = planned.plan, planned.skeleton
-    slices: dict[str, Slice] = {}
-    if (axis := comm.cut_axis("tp")) is not None:
-        assert planned.tensor is not None
-        built, slices = cut_matrices(built, planned.tensor.roles, axis._replace(sequence=planned.tensor.sequence))
+    notes: list[str] = []
+    built, slices = cut_for_team(built, planned.tensor, comm, notes)
     rank = layout.coordinate(comm.rank)["pp"]
     links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
@@ -262,7 +256,7 @@ def parallelize_pipeline(
         pipeline,
         skeleton,
         slices,
-        [planned.tensor.describe(layout.tp)] if planned.tensor is not None else [],
+        notes,
     )
 
 
@@ -287,14 +281,34 @@ def build_and_plan(
     if layout.cp > 1:
         open_attention(built.model)
     planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
-    if layout.cp > 1:
-        planned = replace(planned, gathers=plan_context(planned.skeleton, look, layout.cp))
-    if layout.tp > 1:
-        borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
-        tokens = cuts_tokens(cutting, device)
-        tensor = plan_tensor(planned.skeleton, look, cutting.tensor.roles, layout.tp, borders, tokens)
-        planned = replace(planned, tensor=tensor)
-    return built, planned
+    borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
+    tensor, gathers = plan_team(planned.skeleton, look, layout, cutting, device, borders)
+    return built, replace(planned, tensor=tensor, gathers=gathers)
+
+
+def plan_team(
+    skeleton: nn.Module,
+    look: Look,
+    layout: Layout,
+    cutting: Cutting,
+    device: torch.device,
+    borders: Sequence[str] = (),
+) -> tuple[TensorPlan | None, list[str]]:
+    """How ranks that compute together share the matrices of a model, and where they need whole sequences."""
+    gathers = plan_context(skeleton, look, layout.cp) if layout.cp > 1 else []
+    if layout.tp == 1:
+        return None, gathers
+    tokens = cuts_tokens(cutting, device)
+    return plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, borders, tokens), gathers
+
+
+def cut_for_team(built: Built, plan: TensorPlan | None, comm: Comm, notes: list[str]) -> tuple[Built, dict[str, Slice]]:
+    """Leave of the matrices what a plan gives this rank, and note that."""
+    axis = comm.cut_axis("tp")
+    if plan is None or axis is None:
+        return built, {}
+    notes.append(plan.describe(axis.size))
+    return cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
 
 
 def refuse_hooks(model: nn.Module, layout: Layout) -> None:

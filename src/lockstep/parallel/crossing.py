@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -267,6 +268,12 @@ def user_line() -> str:
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the model"
+
+
+def line_of(error: BaseException) -> str:
+    """The line of the user's code that an error came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
 
 
 def is_library(path: str) -> bool:

@@ -27,7 +27,7 @@ from lockstep.parallel.crossing import (
     another_path,
     constant_of,
     is_fake,
-    is_library,
+    line_of,
     tensors_in,
     user_line,
     without_graph,
@@ -260,11 +260,9 @@ def without_data(who: str = "which only one stage of a pipeline has") -> Iterato
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
         raise UserError(
-            f"{where} reads a value of the model while it computes (.item(), if, or a shape that follows from it), "
-            f"{who}",
+            f"{line_of(error)} reads a value of the model while it computes (.item(), if, or a shape that follows from "
+            f"it), {who}",
             "compute with tensors there (torch.where), or use a dp or fsdp layout",
         ) from error
 

@@ -20,20 +20,13 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.modelplan import find_blocks
-from lockstep.parallel.context import (
-    LOOKED_AT,
-    can_be_followed,
-    no_own_gradients,
-    no_shortcuts,
-    refuse_own_functions,
-)
 from lockstep.parallel.crossing import is_fake, tensors_in, user_line
 from lockstep.parallel.cut import Along, CannotCutError, Following, Parts, along_axis, along_of, plain
 from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
-from lockstep.parallel.rehearsal import without_data
 from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_linear, row, slices, unfit_for_heads
 from lockstep.parallel.trees import tensors_of
+from lockstep.parallel.trial import refuse_own_functions, trying_out
 from lockstep.runtime.axis import Axis
 
 SAID = "tensor.roles says so"
@@ -155,8 +148,7 @@ def plan_tensor(
     elif sequence:
         plan = replace(plan, why="what crosses from stage to stage of a pipeline is whole")
     blocks = [name for name, _ in find_blocks(skeleton)]
-    inside = [name for name in plan.roles if any(name.startswith(f"{block}.") or name == block for block in blocks)]
-    if not plan.roles or (blocks and not inside):
+    if not plan.roles or (blocks and not any(owner_of(name, blocks) for name in plan.roles)):
         why = "; ".join(f"{name}: {reason}" for name, reason in list(plan.whole.items())[:3])
         raise UserError(
             f"tp={tp} would cut nothing {'in the blocks of this model' if blocks else 'of this model'}"
@@ -207,7 +199,7 @@ class _Finder:
         self._stated = self._stated_roles(stated)
         self._hints = _own_plan(model, self._candidates)
         for name in self._candidates:
-            if borders and not any(name == border or name.startswith(f"{border}.") for border in borders):
+            if borders and owner_of(name, borders) is None:
                 self._whole[name] = "it is outside of the parts of the pipeline"
             elif self._hints and self._is_inside(name) and name not in self._hints and name not in self._stated:
                 self._whole[name] = "the model's own plan leaves it whole"
@@ -248,7 +240,7 @@ class _Finder:
 
     def _is_inside(self, name: str) -> bool:
         """Whether a module is in a block."""
-        return any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+        return owner_of(name, self._blocks) is not None
 
     def _stated_roles(self, stated: Mapping[str, str]) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -295,7 +287,7 @@ class _Finder:
 
     def _alike(self, name: str) -> list[str]:
         """The same matrix in every block of a list: what is learnt of one need not be tried out for each."""
-        block = next((one for one in self._blocks if name == one or name.startswith(f"{one}.")), None)
+        block = owner_of(name, self._blocks)
         if block is None:
             return [name]
         siblings = [one for one in self._blocks if one.rpartition(".")[0] == block.rpartition(".")[0]]
@@ -318,8 +310,7 @@ class _Finder:
         # What leaves the last part does not cross to another stage.
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
-            following = can_be_followed(lambda: self._look(self._model), "tp")
-            with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients("tp"), following, uses:
+            with trying_out(lambda: self._look(self._model), "tp"), uses:
                 refuse_own_functions(self._look(self._model), "tp")
         finally:
             for one in reversed(undo):
@@ -467,6 +458,11 @@ def _own_plan(model: nn.Module, candidates: Mapping[str, nn.Module]) -> dict[str
                 named = [name for name in candidates if fnmatch.fnmatchcase(name, full)]
                 found |= dict.fromkeys(named, kinds[kind]) if kind in kinds else {}
     return found
+
+
+def owner_of(name: str, modules: Sequence[str]) -> str | None:
+    """Which of some modules one is, or is in."""
+    return next((one for one in modules if name == one or name.startswith(f"{one}.")), None)
 
 
 def starred(name: str) -> str:
