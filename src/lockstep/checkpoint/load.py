@@ -1,76 +1,59 @@
-"""Reading a checkpoint: the newest one whose files verify, the shard of this rank."""
+"""Reading tensors out of a checkpoint, whatever layout wrote it: of every chunk the slices that are needed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
-from lockstep.checkpoint import format as fmt
-from lockstep.checkpoint.format import checkpoints_folder, damage, read_index, step_folder, steps_on_disk
-from lockstep.config import PipelineConfig
-from lockstep.errors import UserError
-from lockstep.layout import Layout
-from lockstep.parallel.timetable import stages_of
+from lockstep.checkpoint.boxes import Piece, overlap, whole_piece
+from lockstep.checkpoint.files import DTYPES, ShardReader, reading
+from lockstep.checkpoint.format import StoredTensor, Whole
 
 
-def latest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of a run that is whole; `say` is told of every damaged one that is passed over."""
-    for step in reversed(steps_on_disk(run_folder)):
-        folder = step_folder(run_folder, step)
-        try:
-            problem = damage(folder, read_index(folder))
-        except UserError as error:
-            problem = str(error)
-        if problem is None:
-            return folder
-        say(f"the checkpoint of step {step} is damaged ({problem}): going back to the one before it")
-    return None
+class Target(NamedTuple):
+    """A tensor to be filled: its name in the checkpoint, this rank's part, and where that stands in the whole."""
+
+    name: str
+    tensor: torch.Tensor
+    pieces: Sequence[Piece]
 
 
-def best_checkpoint(run_folder: Path) -> tuple[int, float] | None:
-    """Step and validation loss of the best checkpoint, if there is one."""
-    path = checkpoints_folder(run_folder) / fmt.BEST
-    if not path.exists():
-        return None
-    best = json.loads(path.read_text(encoding="utf-8"))
-    return best["step"], best["loss"]
+@torch.no_grad()
+def fill(checkpoint: Whole, targets: Iterable[Target]) -> None:
+    """Read tensors into their places, with every digest checked."""
+    with reading(checkpoint) as reader:
+        for target in targets:
+            read_tensor(reader, checkpoint.index.tensors[target.name], target.tensor, target.pieces)
 
 
-def check_layout(folder: Path, layout: Layout) -> None:
-    """Refuse a checkpoint that another number of shards wrote."""
-    saved = Layout.parse(read_index(folder)["layout"])
-    if (saved.pp, saved.fsdp, saved.tp) != (layout.pp, layout.fsdp, layout.tp):
-        axes = " and ".join(f"{axis}={saved.size(axis)}" for axis in ("pp", "fsdp", "tp"))
-        raise UserError(
-            f"the checkpoint {folder.name} was written with layout {saved} and cannot be cut for {layout}",
-            f"use a layout with {axes}, or start anew with --resume never",
-        )
+def read_whole(reader: ShardReader, stored: StoredTensor) -> torch.Tensor:
+    """All of a tensor, in the memory of the host."""
+    tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    read_tensor(reader, stored, tensor, whole_piece(stored.shape))
+    return tensor
 
 
-def cut_as_before(config: PipelineConfig, ranks: int, index: dict[str, Any]) -> PipelineConfig:
-    """The pipeline that wrote a checkpoint, whose shards hold its stages; another one is refused.
+def read_tensor(reader: ShardReader, stored: StoredTensor, target: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """Fill a part of a tensor from the chunks it is in."""
+    for piece in pieces:
+        for chunk in stored.chunks:
+            common = overlap(piece, chunk.start, chunk.shape)
+            if common is None:
+                continue
+            local, inside, size = common
+            place = target[_box(local, size)]
+            if list(size) == chunk.shape and place.device.type == "cpu" and place.is_contiguous():
+                reader.read_into(place, chunk)
+            elif not size:
+                place.copy_(reader.read_chunk(chunk, place.dtype))
+            else:
+                columns = _box(inside[1:], size[1:])
+                for first, rows in reader.rows(chunk, place.dtype, inside[0], inside[0] + size[0]):
+                    at = first - inside[0]
+                    place[at : at + len(rows)].copy_(rows[(slice(None), *columns)])
 
-    Work is measured anew at every start: left alone, the same model might be cut elsewhere.
-    """
-    saved = index["pipeline"]
-    if stages_of(config.schedule, ranks, config.per_rank) != saved["stages"]:
-        raise UserError(
-            f"the checkpoint was written by {saved['schedule']}, and schedule {config.schedule} has other stages",
-            f"use {saved['schedule']} with {len(saved['stages'][0])} per rank, or start anew with --resume never",
-        )
-    if config.cuts is not None and config.cuts != saved["cuts"]:
-        raise UserError(
-            f"the checkpoint was cut at {', '.join(saved['cuts'])}, and pipeline.cuts is {', '.join(config.cuts)}",
-            "leave pipeline.cuts as it was, or start anew with --resume never",
-        )
-    return config.model_copy(update={"cuts": saved["cuts"]})
 
-
-def load_shard(folder: Path, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of one shard and the JSON part of a checkpoint."""
-    return load_file(folder / fmt.shard_name(shard)), read_index(folder)
+def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + length) for at, length in zip(start, shape, strict=True))

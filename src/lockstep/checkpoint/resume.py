@@ -2,81 +2,87 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lockstep.checkpoint import format as fmt
-from lockstep.checkpoint.format import checkpoints_folder, damage, read_index, step_folder, steps_on_disk
-from lockstep.checkpoint.load import best_checkpoint, check_layout, latest_checkpoint
+from lockstep.checkpoint.format import (
+    PipelineState,
+    Whole,
+    checkpoints_folder,
+    is_checkpoint,
+    open_or_refuse,
+    step_folder,
+    steps_on_disk,
+)
+from lockstep.checkpoint.pick import newest_whole
+from lockstep.config import PipelineConfig
 from lockstep.errors import UserError
-from lockstep.layout import Layout
-from lockstep.runtime.comm import Comm
+from lockstep.parallel.timetable import stages_of
+
+WENT_BACK = ".went-back"
+"""Names the checkpoint that a user last told the run to go back to."""
 
 
-@dataclass(frozen=True)
-class StartingPoint:
-    """A checkpoint to go on from, with its index, and the best one so far."""
+def find_start(run_folder: Path, resume: str, warn: Callable[[int, str], None]) -> Whole | None:
+    """The checkpoint that `--resume auto | never | PATH` means; None to begin at step 0.
 
-    folder: Path
-    index: dict[str, Any]
-    best: tuple[int, float] | None
-
-
-def find_starting_point(
-    run_folder: Path, resume: str, layout: Layout, seed: int, comm: Comm, warn: Callable[[str], None]
-) -> StartingPoint | None:
-    """The checkpoint that `--resume auto | never | PATH` means, the same on every rank; None to begin at step 0."""
-    found, best = comm.once("find the checkpoint", lambda: _find(run_folder, resume, warn))
-    if found is None:
-        return None
-    check_layout(Path(found), layout)
-    index = read_index(Path(found))
-    if index["seed"] != seed:
-        raise UserError(
-            f"the checkpoint {Path(found).name} was written with seed {index['seed']} and this run has seed {seed}",
-            "use the old seed, or start anew with --resume never",
-        )
-    return StartingPoint(Path(found), index, tuple(best) if best else None)
-
-
-def _find(run_folder: Path, resume: str, warn: Callable[[str], None]) -> tuple[str | None, tuple[int, float] | None]:
+    It has an index that is sound and files of the right sizes; their content is checked when it is read. `warn` is told
+    step and problem of those that have not.
+    """
     if resume == "never":
-        return None, None
+        return None
     wanted = None if resume == "auto" else Path(resume)
-    own = checkpoints_folder(run_folder).resolve()
-    if wanted is not None and wanted.resolve().parent == own:
-        chosen: Path | None = check_whole(wanted)
-    else:
+    if wanted is not None and is_of(run_folder, wanted) and not _has_gone_back(run_folder, wanted):
+        return open_or_refuse(wanted)
+    if steps_on_disk(run_folder):
         # A checkpoint of another run begins this one; from then on its own ones are newer.
-        chosen = latest_checkpoint(run_folder, warn) or (check_whole(wanted) if wanted else None)
-    if chosen is None or chosen.resolve().parent != own:
-        return (str(chosen) if chosen else None), None
-    step = read_index(chosen)["step"]
-    _set_aside_newer(run_folder, step)
-    best = best_checkpoint(run_folder)
-    return str(chosen), best if best and best[0] <= step else None
+        return newest_whole(run_folder, warn)
+    return given_checkpoint(wanted) if wanted else None
 
 
-def check_whole(folder: Path) -> Path:
-    """Refuse a checkpoint whose files are not what was written."""
-    problem = damage(folder, read_index(folder))
-    if problem:
-        raise UserError(f"the checkpoint {folder} is damaged", f"{problem}; give another one")
-    return folder
+def given_checkpoint(path: Path) -> Whole:
+    """The checkpoint that a path means: its own folder, or a run, of which it is the newest whole one."""
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file and not a checkpoint",
+            f"make a run of it first: lockstep ckpt import {path} RUN",
+        )
+    return newest_whole(path) if (path / "checkpoints").is_dir() and not is_checkpoint(path) else open_or_refuse(path)
 
 
-def _set_aside_newer(run_folder: Path, step: int) -> None:
-    """What was saved after this step, damaged or not, is no longer part of the run; it is renamed, not deleted."""
+def _has_gone_back(run_folder: Path, wanted: Path) -> bool:
+    """Whether the run went back to this checkpoint before: it is the same command, typed again."""
+    note = checkpoints_folder(run_folder) / WENT_BACK
+    return note.is_file() and note.read_text(encoding="utf-8") == wanted.name
+
+
+def go_on_from(run_folder: Path, checkpoint: Whole, attempt: str, named: bool) -> None:
+    """The run has loaded one of its checkpoints: what is newer is no longer part of it, damaged or not.
+
+    It is renamed, not deleted. Where a user `named` the checkpoint, that is noted.
+    """
+    if not is_of(run_folder, checkpoint.folder):
+        return
+    if named:
+        (checkpoints_folder(run_folder) / WENT_BACK).write_text(checkpoint.folder.name, encoding="utf-8")
     for newer in steps_on_disk(run_folder):
-        if newer > step:
+        if newer > checkpoint.index.step:
             folder = step_folder(run_folder, newer)
-            aside = folder.with_name(f".{folder.name}.set-aside")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-    best = checkpoints_folder(run_folder) / fmt.BEST
-    known = best_checkpoint(run_folder)
-    if known and known[0] > step:
-        best.unlink()
+            folder.rename(folder.with_name(f".{folder.name}.set-aside-{attempt}"))
+
+
+def is_of(run_folder: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of this run's."""
+    return checkpoint.resolve().parent == checkpoints_folder(run_folder).resolve()
+
+
+def cut_as_before(config: PipelineConfig, ranks: int, saved: PipelineState | None) -> PipelineConfig:
+    """Where the same pipeline goes on, the cuts it had: work is measured anew at every start, and might differ.
+
+    Another pipeline, or cuts that the user states, are cut as they say: a checkpoint fits all of them.
+    """
+    if saved is None or config.cuts is not None:
+        return config
+    if stages_of(config.schedule, ranks, config.per_rank) != saved.stages:
+        return config
+    return config.model_copy(update={"cuts": saved.cuts})

@@ -1,0 +1,221 @@
+"""`lockstep ckpt`: look at checkpoints, check them, compare them, and turn them into other files and back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.amounts import bytes_text
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.format import Index
+
+app = typer.Typer(
+    name="ckpt",
+    help="List, verify, compare, export and import checkpoints.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Run = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
+Step = Annotated[str, typer.Option(help="Which of a run's checkpoints: a number, best or last.")]
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@app.command("ls")
+def ls_command(run: Run, as_json: opt.Json = False) -> int:
+    """List the checkpoints of a run: step, time, size, layout, and whether they look whole."""
+    from rich.console import Console as Terminal
+    from rich.table import Table
+
+    from lockstep.checkpoint.format import DamageError, open_checkpoint, shown, step_folder
+    from lockstep.checkpoint.pick import run_steps
+
+    rows: list[dict[str, Any]] = []
+    for step in run_steps(run):
+        row: dict[str, Any] = {"step": step, "folder": str(step_folder(run, step)), "best": False}
+        try:
+            index = open_checkpoint(step_folder(run, step)).index
+            row |= {"bytes": index.bytes, "layout": index.layout, "time": index.time, "attempt": index.attempt}
+            row |= {"loss": index.training.loss if index.training else None, "problem": None}
+            row |= {"emergency": index.training.emergency if index.training else None}
+            if index.training and index.training.best:
+                best = index.training.best.step
+                for other in [*rows, row]:
+                    other["best"] = other["step"] == best
+        except DamageError as error:
+            row |= {"bytes": None, "layout": None, "time": None, "attempt": None, "loss": None, "problem": str(error)}
+            row |= {"emergency": None}
+        rows.append(row)
+    if as_json:
+        print(json.dumps({"run": str(run), "checkpoints": rows}, allow_nan=False))
+        return 0
+    table = Table("step", "saved", "size", "layout", "loss", "verdict", box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        verdict = f"damaged: {row['problem']}" if row["problem"] else "whole, the best" if row["best"] else "whole"
+        if row["emergency"]:
+            verdict += f", saved in an emergency ({shown(row['emergency'], 120)})"
+        loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
+        size = "" if row["bytes"] is None else bytes_text(row["bytes"])
+        table.add_row(str(row["step"]), _when(row["time"]), size, row["layout"] or "", loss, verdict)
+    terminal = Terminal(highlight=False)
+    terminal.print(table)
+    terminal.print(f"\nby indices and sizes; lockstep ckpt verify {run} reads everything", soft_wrap=True)
+    return 0
+
+
+@app.command("verify")
+def verify_command(run: Run, as_json: opt.Json = False) -> int:
+    """Read every byte of a checkpoint, or of all of a run's, and check it; exit 1 names the bad file."""
+    from lockstep.checkpoint.files import verify_checkpoint
+    from lockstep.checkpoint.format import DamageError, is_checkpoint, step_folder
+    from lockstep.checkpoint.pick import run_steps
+
+    is_one = is_checkpoint(run)
+    if is_one and not run.is_dir():
+        raise UserError(f"{run} does not exist", "give a run folder or one of its checkpoints")
+    folders = [run] if is_one else [step_folder(run, step) for step in run_steps(run)]
+    results = []
+    for folder in folders:
+        try:
+            size = verify_checkpoint(folder)
+            results.append({"folder": str(folder), "bytes": size, "problem": None})
+            if not as_json:
+                print(f"{folder.name}: whole, {bytes_text(size)} read")
+        except DamageError as error:
+            results.append({"folder": str(folder), "bytes": None, "problem": str(error)})
+            if not as_json:
+                print(f"{folder.name}: damaged, {error}")
+    if as_json:
+        print(json.dumps({"run": str(run), "checkpoints": results}))
+    bad = [one for one in results if one["problem"]]
+    if bad:
+        what = f"{len(bad)} of {len(results)} checkpoints are" if len(results) > 1 else "the checkpoint is"
+        print(f"lockstep: {what} damaged: {bad[0]['folder']}: {bad[0]['problem']}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+@app.command("diff")
+def diff_command(
+    a: Annotated[Path, typer.Argument(help="A run folder or a checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    step: Step = "last",
+    as_json: opt.Json = False,
+) -> int:
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit 1 when they differ."""
+    from rich.console import Console as Terminal
+    from rich.table import Table
+
+    from lockstep.checkpoint.compare import compare
+    from lockstep.checkpoint.format import shown
+    from lockstep.checkpoint.pick import pick
+
+    one, other = pick(a, step), pick(b, step)
+    found = compare(one, other)
+    differing = [row for row in found if row.what != "equal"]
+    if as_json:
+        rows = [{"name": row.name, "what": row.what, "largest": row.largest, "relative": row.relative} for row in found]
+        print(json.dumps({"a": str(one.folder), "b": str(other.folder), "tensors": rows}, allow_nan=False))
+        return 1 if differing else 0
+    terminal = Terminal(highlight=False)
+    if differing:
+        table = Table("tensor", "", "largest", "relative", box=None, header_style="bold", pad_edge=False)
+        for row in differing:
+            numbers = ["" if number is None else f"{number:.3g}" for number in (row.largest, row.relative)]
+            table.add_row(shown(row.name), row.what, *numbers)
+        terminal.print(table)
+    terminal.print(f"{len(found) - len(differing)} of {len(found)} tensors are equal, {len(differing)} differ")
+    for text in _other_differences(one.index, other.index):
+        terminal.print(text, markup=False)
+    return 1 if differing else 0
+
+
+@app.command("export")
+def export_command(
+    run: Run,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="NAME.safetensors, NAME.pt, or a folder for shards with an index.")
+    ],
+    step: Step = "best",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="The optimizer's state too (.pt only).")] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest shard of a folder: 500MB, 5GB.")] = "5GB",
+    as_json: opt.Json = False,
+) -> int:
+    """Write the whole model to one file, or to shards with an index, without a GPU; needs memory for one tensor."""
+    from lockstep.checkpoint.pick import pick
+
+    checkpoint = pick(run, step)
+    shard_bytes = opt.parse_size(shard_size)
+    from lockstep.checkpoint.export import export
+    from lockstep.checkpoint.format import DamageError
+
+    try:
+        files = export(checkpoint, output, optimizer=optimizer, shard_bytes=shard_bytes)
+    except DamageError as error:
+        print(f"lockstep: {checkpoint.folder} is damaged: {error}; nothing was exported", file=sys.stderr)
+        return 1
+    total = sum(path.stat().st_size for path in files)
+    if as_json:
+        print(
+            json.dumps({"checkpoint": str(checkpoint.folder), "files": [str(path) for path in files], "bytes": total})
+        )
+    else:
+        what = output if len(files) == 1 else f"{len(files)} files in {output}"
+        tensors = f"{len(checkpoint.index.state_dict)} tensors, {bytes_text(total)}"
+        print(f"{checkpoint.folder.name} of {run}: {tensors}: {what}")
+    return 0
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[
+        Path, typer.Argument(help="A .safetensors or .pt file, or a folder of shards or of torch's DCP.")
+    ],
+    run: Annotated[Path, typer.Argument(help="The folder of a new run, which begins with these weights.")],
+    dtype: Annotated[str | None, typer.Option(help="Store floating-point weights as fp32, bf16 or fp16.")] = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Make weights from elsewhere the start of a run; nothing in their files is executed."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
+    import torch
+
+    from lockstep.checkpoint.foreign import import_weights
+    from lockstep.checkpoint.format import shown
+
+    kinds = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    folder, foreign = import_weights(source, run, kinds[dtype] if dtype else None)
+    if as_json:
+        print(json.dumps({"checkpoint": str(folder), "tensors": list(foreign.shapes), "left_out": foreign.left_out}))
+        return 0
+    print(f"{len(foreign.shapes)} tensors of {source} are now {folder}")
+    if foreign.left_out:
+        more = f" and {len(foreign.left_out) - 8} more" if len(foreign.left_out) > 8 else ""
+        print(f"left out: {', '.join(map(shown, foreign.left_out[:8]))}{more}")
+    print(f"begin with it: lockstep train RECIPE --run-dir {run}, or lockstep run --run-dir {run} SCRIPT")
+    return 0
+
+
+def _other_differences(a: Index, b: Index) -> list[str]:
+    """What else than tensors differs between two checkpoints."""
+    pairs = [(what, getattr(a, what), getattr(b, what)) for what in ("step", "layout", "versions")]
+    texts = [f"{what}: {one} and {other}" for what, one, other in pairs if one != other]
+    if a.training and b.training:
+        for name in a.training.loaders.keys() & b.training.loaders.keys():
+            one, other = a.training.loaders[name].position, b.training.loaders[name].position
+            if one != other:
+                texts.append(f"position of {name} (epoch, samples): {one} and {other}")
+    return texts
+
+
+def _when(seconds: float | None) -> str:
+    import datetime
+
+    return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,28 @@
+"""`lockstep generate`: let a trained language model go on from a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+
+
+def generate_command(
+    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    text: Annotated[str, typer.Argument(help="What the model goes on from.")],
+    length: Annotated[int, typer.Option(help="How much to generate: bytes, for the recipe lm.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Lower is safer, higher is livelier.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Another seed gives another text.")] = 0,
+    step: Annotated[str, typer.Option(help="Which of the run's checkpoints: a number, best or last.")] = "best",
+    as_json: opt.Json = False,
+) -> int:
+    """Let the language model of a run go on from a text."""
+    from lockstep.use import generate
+
+    made = generate(run, text, length=length, temperature=temperature, seed=seed, step=step)
+    print(json.dumps({"run": str(run), "prompt": text, "text": made}) if as_json else text + made)
+    return 0
