@@ -10,20 +10,27 @@ import signal
 import types
 from collections.abc import Sequence
 
-KINDS = ("interrupt", "terminate", "validate", "save")
+from lockstep.faults import early
+
+KINDS = ("interrupt", "terminate", "validate", "save", "unsaved", "ranks")
 
 
 class Requests:
     """Flags of this rank, and those that were agreed on at the last step boundary."""
 
     def __init__(self) -> None:
-        self._raised: set[str] = set()
+        self._raised: set[str] = early.take()
         self.agreed: frozenset[str] = frozenset()
+        self._is_interrupted = False
+        self.why: dict[str, str] = {}
+        """Why this rank asked, where it was not a signal."""
         self._previous: dict[int, signal.Handlers | int | types.FrameType | object] = {}
 
-    def ask(self, kind: str) -> None:
+    def ask(self, kind: str, why: str | None = None) -> None:
         """Raise a flag; all ranks see it after the step that is running now."""
         assert kind in KINDS
+        if why is not None:
+            self.why.setdefault(kind, why)
         self._raised.add(kind)
 
     def votes(self) -> list[float]:
@@ -36,14 +43,15 @@ class Requests:
         self._raised -= self.agreed
 
     def listen(self) -> None:
-        """Turn Ctrl-C and SIGTERM into requests. A second Ctrl-C ends the process at once; a second SIGTERM does not:
-        a scheduler signals every process, and the launcher passes its own on."""
-        for number, kind in ((signal.SIGINT, "interrupt"), (signal.SIGTERM, "terminate")):
+        """Turn Ctrl-C and a scheduler's signals into requests. A second Ctrl-C ends the process at once; a second
+        SIGTERM does not: a scheduler signals every process, and the launcher passes its own on."""
+        for number, kind in ((number, early.STOPS[number]) for number in early.heard()):
 
             def handle(received: int, _: object, kind: str = kind) -> None:
-                if received == signal.SIGINT and kind in self._raised:
+                if received == signal.SIGINT and self._is_interrupted:
                     signal.signal(received, signal.SIG_DFL)
                     signal.raise_signal(received)
+                self._is_interrupted |= received == signal.SIGINT
                 self._raised.add(kind)
 
             self._previous[number] = signal.signal(number, handle)

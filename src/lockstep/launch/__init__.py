@@ -1,1 +1,4 @@
 """How the processes of a run are started."""
+
+LAUNCH = "LOCKSTEP_LAUNCH"
+"""The variable in which a launcher tells its workers of the run: a JSON object with run_dir, options and more."""

@@ -1,32 +1,42 @@
-"""What the launcher starts once per rank: `python -m lockstep.launch.worker train RUN_DIR | script PATH ARGS...`."""
+"""A rank of a launch: `python -m lockstep.launch.worker DESCRIPTOR train RUN_DIR | script PATH ARGS...`.
+
+`time RUN_DIR` only does the steps of a training, and `time RUN_DIR NAME` those of a baseline.
+
+The launcher starts it once, and every rank of this node is a fork of it, see nursery.py.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import atexit
+import faulthandler
+import gc
+import json
 import os
 import runpy
-import signal
 import sys
 from pathlib import Path
 
-from lockstep.folder import CONFIG, RunFolder
-from lockstep.runtime.output import redirect_to
-
-PR_SET_PDEATHSIG = 1
-
-END_OF_OUTPUT = "---- the script ended with an exception ----"
-"""What follows in a log is a traceback: it stays there, and the console gets the launcher's verdict instead."""
+from lockstep.launch import LAUNCH
+from lockstep.launch.nursery import be_born
 
 
 def main() -> None:
-    """Send the output to the rank's log, then train or run the user's script."""
-    what, target, *args = sys.argv[1:]
+    """Once this is a rank, send the output to its log, then train or run the user's script."""
+    descriptor, what, target, *args = sys.argv[1:]
+    be_born(int(descriptor), what, target)
+    from lockstep.faults import early
+    from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT, of_exception, record
+    from lockstep.folder import CONFIG, RunFolder
+    from lockstep.runtime.output import redirect_to
+
+    atexit.register(gc.freeze)  # else Python looks through all objects once more at its end, for a second or two
+    launch = json.loads(os.environ[LAUNCH])
+    early.listen()
     folder = Path(os.environ["LOCKSTEP_RUN_DIR"])
     rank = int(os.environ["RANK"])
     redirect_to(RunFolder(folder, 1).log_here(rank))
-    _die_with_the_launcher()
-
-    from torch.distributed.elastic.multiprocessing.errors import record
+    faulthandler.enable()  # a segmentation fault leaves the line it came from in the log
+    print(START_OF_OUTPUT, flush=True)
 
     def train() -> None:
         from lockstep.config import from_toml
@@ -36,22 +46,37 @@ def main() -> None:
         with init() as run:
             Trainer(from_toml(folder / CONFIG), run).fit()
 
+    def time() -> None:
+        if args:
+            from lockstep.baselines import train_baseline
+
+            train_baseline(args[0], folder)
+            return
+        from lockstep.config import from_toml
+        from lockstep.join import init
+        from lockstep.trainer import Trainer
+
+        with init() as run:
+            trainer = Trainer(from_toml(folder / CONFIG), run)
+            for out in trainer:
+                if out.step == trainer.loader.total_steps:
+                    break  # before the last scores and the checkpoint
+
     def script() -> None:
         sys.argv = [target, *args]
         sys.path[0] = str(Path(target).resolve().parent)
         runpy.run_path(target, run_name="__main__")
 
     try:
-        record(train if what == "train" else script)()
-    except Exception:
-        print(END_OF_OUTPUT, flush=True)
+        {"train": train, "time": time, "script": script}[what]()
+    except SystemExit as error:
+        if error.code not in (None, 0, 75, 130):
+            record(folder, of_exception(error, rank), launch["round"])
         raise
-
-
-def _die_with_the_launcher() -> None:
-    """A launcher that is killed must not leave ranks training on (Linux only; elsewhere this does nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except BaseException as error:
+        print(END_OF_OUTPUT, flush=True)
+        record(folder, of_exception(error, rank), launch["round"])
+        raise
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.beat import Beat
+from lockstep.runtime.network import address_towards, interface_of, is_loopback
+from lockstep.runtime.notices import Notices
 from lockstep.runtime.place import Place
 
 Reduction = Literal["sum", "mean", "min", "max"]
@@ -45,6 +48,7 @@ class Comm:
         store: dist.Store | None = None,
     ) -> None:
         self.place = place
+        self.beat = Beat()
         self.rank = place.rank
         self.world_size = place.world_size
         self.mesh: DeviceMesh | None = None
@@ -55,6 +59,7 @@ class Comm:
         self._data_control: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
+        self._given_store = store
         if place.world_size == 1:
             return
         if dist.is_initialized():
@@ -62,10 +67,12 @@ class Comm:
                 "torch.distributed is already initialised",
                 "let lockstep.init() do it, and drop the other call",
             )
+        self._store = store if store is not None else _connect(place, timeout)
         if place.nodes == 1:
             # Host names that resolve to an address nobody listens on are common on laptops; loopback always works.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._store = store if store is not None else _connect(place, timeout)
+        elif store is None:
+            use_interface(_interface_to_peers(place, self._store))
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default", self._store),
@@ -238,7 +245,8 @@ class Comm:
         key = f"once/{name}/{turn}"
         if self.rank == 0:
             try:
-                text = json.dumps({"result": prepare()})
+                with self.beat.busy():
+                    text = json.dumps({"result": prepare()})
             except BaseException as error:
                 self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
@@ -251,6 +259,18 @@ class Comm:
             raise RuntimeError(f"rank 0 failed in once({name!r}): {answer['error']}")
         return answer["result"]
 
+    def notices(self, name: str) -> Notices:
+        """Notes between the ranks' threads, under a name of their own."""
+        return Notices(None if self._store is None else dist.PrefixStore(name, self._store))
+
+    def own_store(self, patience: datetime.timedelta) -> dist.Store | None:
+        """A connection of its own to the store of the run, for a thread that must not wait for others' calls."""
+        if self._store is None:
+            return None
+        if self._given_store is not None:
+            return dist.PrefixStore("watchdog", self._given_store)
+        return dist.PrefixStore("watchdog", _connect(self.place, patience, hosts=False))
+
     def close(self) -> None:
         """Leave all groups. Safe to call twice."""
         if self._control is not None and dist.is_initialized():
@@ -258,21 +278,52 @@ class Comm:
         self._control = self._data_control = self.mesh = self.tensor_mesh = self._store = None
 
 
-def _connect(place: Place, timeout: datetime.timedelta) -> dist.Store:
+def _connect(place: Place, timeout: datetime.timedelta, hosts: bool = True) -> dist.Store:
     """The key-value store all ranks meet at: the launcher's when it runs one, else rank 0's own."""
-    assert place.head is not None
-    host, _, port = place.head.rpartition(":")
+    host, port = _head_of(place)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if place.nodes > 1:
+        address_towards(host, port)  # the store would knock for all of the timeout at a host that nobody knows
     store = dist.TCPStore(
-        host.strip("[]"),
-        int(port),
+        host,
+        port,
         place.world_size,
-        is_master=place.rank == 0 and not agent_has_store,
+        is_master=hosts and place.rank == 0 and not agent_has_store,
         timeout=timeout,
         wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # An agent's store outlives its workers. Elsewhere this would part nodes: each counts its own restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_has_store else "0"
     return dist.PrefixStore(f"lockstep/{attempt}", store)
+
+
+def _head_of(place: Place) -> tuple[str, int]:
+    assert place.head is not None
+    host, _, port = place.head.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _interface_to_peers(place: Place, store: dist.Store) -> str:
+    """The network interface of this node that the other nodes reach."""
+    own = address_towards(*_head_of(place))
+    if place.node_rank > 0:
+        store.set("an address off the head's node", own)
+    elif is_loopback(own):
+        # The head's own name is often 127.0.1.1 on the head itself: the way to a peer tells.
+        own = address_towards(store.get("an address off the head's node").decode(), _head_of(place)[1])
+    return interface_of(own)
+
+
+def sent_from(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where what is sent has to lie: gloo adds CUDA tensors up, and cannot send them (torch 2.11, 2.13)."""
+    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def use_interface(name: str) -> None:
+    """Have gloo and NCCL talk through a network interface, unless the user has said which."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("TP_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without the = any name that begins like it
 
 
 def _build_mesh(
@@ -281,6 +332,10 @@ def _build_mesh(
     present = [axis for axis in AXES if layout.size(axis) > 1]
     axes = [axis for axis in order if axis in present]
     ranks = torch.arange(layout.world_size).view([layout.size(axis) for axis in present])
+    if len(axes) == 1:
+        # torch would take the default group, in which a script's own collectives would mix with ours.
+        group = dist.new_group(timeout=timeout)
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=tuple(axes))
     mesh = DeviceMesh(device_type, ranks.permute([present.index(axis) for axis in axes]), mesh_dim_names=tuple(axes))
     for axis in axes:
         # Groups of a mesh do not inherit the timeout and would wait 30 minutes (private in torch 2.11 and 2.13).

@@ -26,6 +26,11 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def backend_for(device_type: str, share_gpu: bool) -> Literal["gloo", "nccl"]:
+    """What ranks on such devices talk over: NCCL refuses those that share a GPU."""
+    return "nccl" if device_type == "cuda" and not share_gpu else "gloo"
+
+
 def unused_gpus(place: Place, device: torch.device) -> str | None:
     """One line when this node has GPUs that no rank of the run uses, as far as this rank can know."""
     gpus = visible_gpus() if place.launcher in ("python", "torchrun", "explicit") else 0

@@ -114,7 +114,7 @@ def cpus_per_rank(place: Place, env: Env | None = None, affinity: int | None = N
         return max(1, min(cores, per_task or on_node // place.local_world_size))
     if per_task:
         # Within srun the local ranks share one task; a batch script owns all tasks of its node.
-        tasks = 1 if _is_srun_task(env) else _tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")[0]
+        tasks = 1 if is_srun_task(env) else tasks_per_node(env.get("SLURM_TASKS_PER_NODE") or "1")[0]
         cores = min(cores, per_task * tasks)
     return max(1, cores // place.local_world_size)
 
@@ -170,10 +170,10 @@ def _below_torchrun(env: Env) -> Place:
         tasks_of_step = _number(env, "SLURM_STEP_NUM_TASKS") if env.get("SLURM_STEP_ID") else None
         if tasks_of_step is None or (_number(env, *_PMI[1]) or 0) > tasks_of_step:
             return _from_mpi(env, "pmi", _PMI)
-    return _from_slurm(env) if _is_srun_task(env) else Place(0, 1, 0, 1, 0, 1, None, "python")
+    return _from_slurm(env) if is_srun_task(env) else Place(0, 1, 0, 1, 0, 1, None, "python")
 
 
-def _is_srun_task(env: Env) -> bool:
+def is_srun_task(env: Env) -> bool:
     # A batch script has SLURM_PROCID=0 and the SLURM_NTASKS of the job, but no step. The shell that salloc
     # opens on a node has a step, with one of Slurm's reserved numbers as its id.
     step = _number(env, "SLURM_STEP_ID")
@@ -183,19 +183,19 @@ def _is_srun_task(env: Env) -> bool:
 def _from_slurm(env: Env) -> Place:
     rank, world_size = _needed(env, "SLURM_PROCID"), _needed(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     local_rank, node_rank = _needed(env, "SLURM_LOCALID"), _needed(env, "SLURM_NODEID")
-    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", ""))
+    tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", ""))
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
     if sum(tasks) != world_size or len(tasks) != len(hosts) or node_rank >= len(hosts):
         counts = f"{world_size} tasks, {tasks} by node, {len(hosts)} hosts, node {node_rank}"
         raise UserError(f"Slurm's counts disagree ({counts})", "let srun alone set the SLURM_STEP_* variables")
     reserved = re.match(r"\d+", env.get("SLURM_STEP_RESV_PORTS", ""))
     # 31 keeps the steps of jobs with neighbouring ids apart, for these often share a node.
-    port = _port(_needed(env, "SLURM_JOB_ID") * 31 + _needed(env, "SLURM_STEP_ID"))
+    port = free_range_port(_needed(env, "SLURM_JOB_ID") * 31 + _needed(env, "SLURM_STEP_ID"))
     head = _head(env, world_size, hosts[0], int(reserved[0]) if reserved else port)
     return Place(rank, world_size, local_rank, tasks[node_rank], node_rank, len(tasks), head, "slurm")
 
 
-def _tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str) -> list[int]:
     """Tasks of each node from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
         raise UserError(f"SLURM_TASKS_PER_NODE is {text!r}", "leave it as Slurm sets it, like 2(x3),1")
@@ -209,7 +209,7 @@ def _from_mpi(env: Env, launcher: Launcher, names: tuple[tuple[str, ...], ...]) 
     local_rank, local_world_size = _local_ranks(env, rank, world_size, local_rank, local_world_size)
     launch_id = _first(env, *_MPI_LAUNCH_IDS)
     host = "127.0.0.1" if local_world_size == world_size else None
-    head = _head(env, world_size, host, _port(zlib.crc32(env[launch_id].encode())) if launch_id else None)
+    head = _head(env, world_size, host, free_range_port(zlib.crc32(env[launch_id].encode())) if launch_id else None)
     return _node_by_node(rank, world_size, local_rank, local_world_size, head, launcher)
 
 
@@ -251,7 +251,8 @@ def _head(env: Env, world_size: int, host: str | None = None, port: int | None =
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _port(number: int) -> int:
+def free_range_port(number: int) -> int:
+    """A port that follows from a number that the processes of one start have in common."""
     # From 32768 on Linux gives ports to outgoing connections.
     return 20000 + number % 12000
 

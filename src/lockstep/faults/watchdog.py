@@ -1,0 +1,282 @@
+"""Ranks that wait for each other in vain are found, and one sentence says who waits in what and who is missing.
+
+A thread of every rank looks at its own main thread: in which call of the user's code it is, whether that call waits for
+other ranks, and for how long without progress. A second thread talks to the other ranks' watchdogs through the store of
+the run, not through a collective. When one rank has waited too long, all are asked what they do; from their answers, or
+from who does not answer, follows the cause (faults/hangs.py). Then everything is written into the run folder and the
+group ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.faults.failure import (
+    END_OF_OUTPUT,
+    OWN_CODE,
+    Failure,
+    Line,
+    is_users,
+    lines_of,
+    record,
+    short_host,
+    user_call,
+    user_line,
+)
+from lockstep.faults.hangs import Report, Verdict, explain
+from lockstep.runtime.beat import beat_file
+from lockstep.runtime.comm import Comm
+
+TORCH = str(Path(torch.__file__).parent)
+AUTOGRAD = f"{TORCH}/autograd/graph.py"
+WAITS = (
+    f"{TORCH}/distributed/",
+    AUTOGRAD,
+    f"{OWN_CODE}/data/transfer.py",
+    f"{OWN_CODE}/runtime/comm.py",
+    f"{OWN_CODE}/runtime/notices.py",
+    f"{OWN_CODE}/runtime/waiting.py",
+    f"{OWN_CODE}/parallel/",
+    f"{OWN_CODE}/checkpoint/",
+)
+"""Code in which a rank may be waiting for others."""
+COMPILES = (f"{TORCH}/_dynamo/", f"{TORCH}/_inductor/", f"{TORCH}/_functorch/", f"{TORCH}/fx/")
+
+
+class Watchdog:
+    """Watches one rank, and with the others of its run finds out who holds all of them up."""
+
+    def __init__(self, comm: Comm, timeout: float, folder: Path, launch: Mapping[str, Any]) -> None:
+        self._rank, self._world_size = comm.rank, comm.world_size
+        self._beat = comm.beat
+        self._connect = comm.own_store
+        self._timeout = timeout
+        self._folder = folder
+        self._scratch = Path(launch["scratch"]) if "scratch" in launch else None
+        self._round: str = launch.get("round", "")
+        self._main = threading.get_ident()
+        self._interval = min(1.0, timeout / 10)
+        self._patience = min(30.0, max(2.0, timeout / 20))
+        """How long the others may take to answer: code that holds Python's lock keeps their threads from it."""
+        self._moved = self._heard = time.monotonic()
+        self._waited = 0.0
+        self._keeper: dict[int, list[object]] = {}
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True)]
+        if self._world_size > 1:
+            self._threads.append(threading.Thread(target=self._talk, name="lockstep-watchdog-talks", daemon=True))
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self._world_size > 1 or self._scratch is not None:
+            for thread in self._threads:
+                thread.start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closing.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=2 * self._interval)
+
+    # What this rank does ------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        waits_since, progress = time.monotonic(), self._progress()
+        while not self._closing.wait(self._interval):
+            stack, now = self._stack(), time.monotonic()
+            if self._scratch is not None:
+                self._write_beat(stack)
+            if (latest := self._progress()) != progress:
+                progress, self._moved = latest, now
+            if not self._waits(stack):
+                waits_since = now
+            self._waited = now - max(waits_since, self._moved)
+            deaf = now - self._heard
+            if self._world_size > 1 and self._waited > self._timeout and deaf > self._patience + 2 * self._interval:
+                # Whoever keeps the store is rank 0, or on its node.
+                self._end(explain([self._report()], self._lead, [0], self._keeper))
+
+    def _stack(self) -> list[Line]:
+        """What the training's thread does. No frame is kept: it would keep the tensors of its function alive."""
+        return lines_of(sys._current_frames().get(self._main))
+
+    def _waits(self, stack: list[Line]) -> bool:
+        """Whether a thread waits for other ranks; while it compiles, or runs the script's code, it does not."""
+        waits = _place(stack) == "waits"
+        if waits and stack[0][0] == AUTOGRAD:  # on a GPU the backward runs, and is compiled, in another thread
+            others = (lines_of(frame) for thread, frame in sys._current_frames().items() if thread != self._main)
+            return not any(_place(other) == "compiles" for other in others)
+        return waits
+
+    def _progress(self) -> tuple[int, int]:
+        """What changes while a rank gets on: its heartbeat, and the number of collectives of the default group."""
+        number = 0
+        with suppress(Exception):  # private in torch 2.11 and 2.13; a backend without numbers has its heartbeat
+            group: Any = dist.group.WORLD
+            number = group._get_sequence_number_for_group() if group is not None else 0
+        return self._beat.ticks, number
+
+    def _report(self) -> Report:
+        stack = self._stack()
+        return Report(
+            rank=self._rank,
+            host=short_host(),
+            pid=os.getpid(),
+            phase=self._beat.phase,
+            step=self._beat.step,
+            waits=self._waits(stack),
+            moving=self._beat.is_busy or time.monotonic() - self._moved < self._timeout / 2,
+            call=user_call(stack),
+            where=user_line(stack),
+            shapes=_shapes_in(sys._current_frames().get(self._main)),
+            stack=[f"{file}:{line} in {name}" for file, line, name in stack],
+        )
+
+    def _write_beat(self, stack: list[Line]) -> None:
+        assert self._scratch is not None
+        beat = {"phase": self._beat.phase, "step": self._beat.step, "where": user_line(stack)}
+        path = beat_file(self._scratch, self._rank)
+        with suppress(OSError):
+            temporary = path.with_suffix(".new")
+            temporary.write_text(json.dumps(beat), encoding="utf-8")
+            temporary.replace(path)
+
+    # What the ranks tell each other -------------------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        """A false alarm ends a round. An alarm that is not answered for does not."""
+        with suppress(RuntimeError, OSError):  # a store that is gone: _watch sees that nothing is heard any more
+            store = self._connect(datetime.timedelta(seconds=30))
+            assert store is not None
+            store.set(f"who/{self._rank}", json.dumps([short_host(), os.getpid()]))
+            self._keeper = {0: json.loads(store.get("who/0"))}
+            for number in itertools.count():
+                if not self._one_round(dist.PrefixStore(str(number), store), store):
+                    return
+
+    def _one_round(self, notes: dist.Store, store: dist.Store) -> bool:
+        """Wait for an alarm, or raise one, and see what comes of it; False when the watchdog is closed."""
+        has_answered = False
+        while not self._closing.wait(self._interval):
+            if notes.check(["alarm"]):
+                if not has_answered:
+                    has_answered = True
+                    notes.set(f"report/{self._rank}", json.dumps(asdict(self._report())))
+                if notes.check(["verdict"]):
+                    told = json.loads(notes.get("verdict"))
+                    if told is not None:
+                        notes.set(f"told/{self._rank}", "")
+                        self._end(Verdict(**told), is_first=False)
+                    break
+            elif self._waited > self._timeout and notes.add("alarm", 1) == 1:
+                self._ask_everybody(notes, store)
+                break
+            self._heard = time.monotonic()
+        self._moved = time.monotonic()
+        return not self._closing.is_set()
+
+    def _ask_everybody(self, notes: dist.Store, store: dist.Store) -> None:
+        """Collect the reports. It may turn out that somebody only takes long over something."""
+        reports = {self._rank: self._report()}
+        end = time.monotonic() + self._patience
+        while len(reports) < self._world_size and time.monotonic() < end:
+            self._heard = time.monotonic()
+            for rank in range(self._world_size):
+                if rank not in reports and notes.check([f"report/{rank}"]):
+                    reports[rank] = Report(**json.loads(notes.get(f"report/{rank}")))
+            time.sleep(0.05)
+        if any(report.moving for report in reports.values()):
+            notes.set("verdict", "null")
+            return
+        silent = [rank for rank in range(self._world_size) if rank not in reports]
+        hosts = {rank: json.loads(store.get(f"who/{rank}")) for rank in silent if store.check([f"who/{rank}"])}
+        verdict = explain(list(reports.values()), self._lead, silent, hosts)
+        details = {"verdict": asdict(verdict), "reports": {rank: asdict(one) for rank, one in sorted(reports.items())}}
+        with suppress(OSError):
+            (self._folder / "logs" / "hang.json").write_text(json.dumps(details, indent=1), encoding="utf-8")
+        notes.set("verdict", json.dumps(asdict(verdict)))
+
+        def everybody_knows() -> bool:
+            return all(notes.check([f"told/{rank}"]) for rank in reports if rank != self._rank)
+
+        self._end(verdict, everybody_knows)
+
+    @property
+    def _lead(self) -> str:
+        return f"no progress for {self._timeout:g} s: "
+
+    def _end(
+        self, verdict: Verdict, everybody_knows: Callable[[], bool] = lambda: True, *, is_first: bool = True
+    ) -> None:
+        """Tell people, leave the stacks in the log, and end this process: its main thread will not."""
+        if is_first:
+            text, at = verdict.sentence, verdict.where
+            failure = Failure(verdict.rank, verdict.host, "hang", text, at, time=time.time())
+            record(self._folder, failure, self._round)
+        if self._scratch is not None:
+            print(END_OF_OUTPUT, file=sys.stderr, flush=True)  # what follows is for the log
+        if is_first or self._rank == 0:
+            print(f"lockstep: {verdict.sentence}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        # It may wait for the device, and for ever.
+        path = self._folder / "logs" / f"collectives.{self._rank}.json"
+        dump = threading.Thread(target=dump_flights, args=(path,), daemon=True)
+        dump.start()
+        dump.join(2.0)
+        if self._rank == 0 and not is_first:
+            time.sleep(2 * self._interval)  # it keeps the store, from which others still read
+        end = time.monotonic() + 2 * self._interval
+        with suppress(RuntimeError, OSError):  # the others read the verdict before the store may go
+            while not everybody_knows() and time.monotonic() < end:
+                time.sleep(0.05)
+        os._exit(1)
+
+
+def dump_flights(path: Path) -> None:
+    """Write the last collectives, which torch 2.11 (NCCL) and 2.13 (gloo, too) record unasked; private in both."""
+    api = torch._C._distributed_c10d
+    dump: Any = getattr(api, "_dump_nccl_trace_json", None) or getattr(api, "_dump_fr_trace_json", None)
+    if dump is not None and dist.is_initialized():
+        path.write_bytes(dump())
+
+
+def _place(stack: list[Line]) -> str:
+    """Whether a thread waits, compiles, or runs the script's code, by the innermost code that tells."""
+    for file, _, _ in stack:
+        if file.startswith(COMPILES):
+            return "compiles"
+        if file.startswith(WAITS):
+            return "waits"
+        if is_users(file):
+            break
+    return "runs"
+
+
+def _shapes_in(frame: FrameType | None) -> list[list[int]]:
+    """The shapes of the tensors that a thread gave to the function of torch.distributed that it is in."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == f"{TORCH}/distributed/distributed_c10d.py" and code.co_name != "wrapper":
+            given = [
+                part for value in frame.f_locals.values() for part in (value if isinstance(value, list) else [value])
+            ]
+            return [list(part.shape) for part in given if isinstance(part, torch.Tensor)][:4]
+        frame = frame.f_back
+    return []

@@ -1,0 +1,200 @@
+"""torch's elastic agent as Lockstep uses it: it starts the workers of this node, watches them, meets other nodes.
+
+What is ours is only when workers are started again: after each failure the `Supervisor` judges it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from lockstep.faults import early
+from lockstep.launch.nursery import Child, Nursery
+from lockstep.launch.supervise import STOP_CODES, Supervisor
+
+if TYPE_CHECKING:
+    from lockstep.launch.nodes import Nodes
+
+SECONDS_TO_SAVE = 300
+"""How long workers may take to write a checkpoint after a stop was asked for before they are killed."""
+
+SECONDS_TO_END = 12.0
+"""How long the other workers may take to end by themselves after one of them failed."""
+
+SECONDS_TO_END_A_HANG = 0.5
+"""The same after the verdict on a hang. Who has not ended then is stopped, and will not."""
+
+
+class Agent(LocalElasticAgent):
+    """An elastic agent that asks its supervisor after every failure whether the workers start again.
+
+    Overrides methods that torch keeps for its own agents (2.11 and 2.13).
+    """
+
+    def __init__(self, spec: WorkerSpec, scratch: str, supervisor: Supervisor) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=60)
+        self.supervisor = supervisor
+        self.stopping: int | None = None
+        """The signal with which somebody asked for the end."""
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        if not self.supervisor.before_start():
+            raise RendezvousClosedError("another node has ended the run")
+        super()._rendezvous(worker_group)
+        if worker_group.group_rank == 0:
+            worker_group.store.set("lockstep/round", uuid.uuid4().hex[:12])
+        round_ = worker_group.store.get("lockstep/round").decode()
+        self.supervisor.meet(worker_group.group_world_size, worker_group.workers[0].world_size, round_)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self.stopping is not None:  # it came between two starts
+            self.pass_on(self.stopping)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = self._ended()
+        failed = {code for code in ended.values() if code != 0}
+        if failed:
+            self.supervisor.saw_first(self._global(worker_group, ended))
+            self._let_the_others_end(SECONDS_TO_SAVE if failed <= STOP_CODES else SECONDS_TO_END)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            self._remaining_restarts = int(self.supervisor.may_start_again(self.stopping))
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
+        """A node joins, or the workers failed: those that live may write a checkpoint first."""
+        if self._pcontext is not None:
+            patience = SECONDS_TO_END if self.supervisor.has_failed else SECONDS_TO_SAVE
+            self._pcontext.close(signal.SIGTERM, int(patience))
+
+    def pass_on(self, number: int) -> None:
+        """Hand a signal to all workers that live."""
+        ended = self._ended()
+        for local_rank, pid in self._pids().items():
+            if local_rank not in ended:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether somebody is there to hand a signal to."""
+        return len(self._ended()) < len(self._pids())
+
+    def _pids(self) -> dict[int, int]:
+        return self._pcontext.pids() if self._pcontext else {}
+
+    def _ended(self) -> dict[int, int]:
+        """The exit codes of local ranks that have ended."""
+        if self._pcontext is None:
+            return {}
+        context: Any = self._pcontext
+        codes = {rank: one.proc.poll() for rank, one in context.subprocess_handlers.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _global(self, worker_group: WorkerGroup, by_local_rank: dict[int, int]) -> dict[int, int]:
+        return {worker_group.workers[local].global_rank: code for local, code in by_local_rank.items()}
+
+    def _let_the_others_end(self, patience: float) -> None:
+        """Wait for the other workers, and end those that do not: torch gives half a minute, whatever they wait for."""
+        began = time.monotonic()
+        while len(self._ended()) < len(self._pids()) and time.monotonic() < began + patience:
+            if self.supervisor.knows_of_a_hang:
+                patience = min(patience, SECONDS_TO_END_A_HANG)
+            time.sleep(0.02)
+        self.pass_on(signal.SIGKILL)
+
+
+def run_agent(
+    nursery: Nursery, nproc: int, nodes: Nodes, run_id: str, scratch: str, supervisor: Supervisor
+) -> RunResult:
+    """Start the workers and watch them to the end; a signal to this process goes on to them."""
+    _take_workers_from(nursery)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say it better
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=nodes.head,
+        run_id=run_id,
+        min_nodes=nodes.least,
+        max_nodes=nodes.most,
+        local_addr=nodes.address,
+        is_host=nodes.is_head,
+        join_timeout=nodes.patience,
+        last_call_timeout=5 if nodes.most > nodes.least else 1,
+        keep_alive_interval=2,
+        keep_alive_max_attempt=3,
+        read_timeout=20,
+    )
+    spec = WorkerSpec(
+        role="lockstep",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr=nodes.address,
+    )
+    agent = Agent(spec, scratch, supervisor)
+    try:
+        with _signals_passed_on(agent):
+            result: RunResult = agent.run()
+            return result
+    finally:
+        if not nodes.is_alone and nodes.is_head:
+            with suppress(Exception):  # the head may be gone
+                spec.rdzv_handler.shutdown()
+
+
+def _take_workers_from(nursery: Nursery) -> None:
+    """Where torch's agent starts a program, it is to get a worker that is there already (private in 2.11 and 2.13)."""
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Child:  # type: ignore[override]  # noqa: ARG002
+            return nursery.start(env)
+
+    multiprocessing.get_subprocess_handler = Handler  # type: ignore[assignment]
+
+
+@contextmanager
+def _signals_passed_on(agent: Agent) -> Iterator[None]:
+    """While the workers run, a signal to the launcher is one to all of them; they decide what to do with it."""
+
+    interrupted = False
+
+    def handle(number: int, _: Any) -> None:
+        nonlocal interrupted
+        agent.stopping = number
+        if not agent.has_workers:
+            raise SignalException("nobody has started yet", signal.Signals(number))
+        if interrupted and number == signal.SIGINT:  # a rank that waits in C code would not hear of it
+            agent.supervisor.was_cut_short = True
+            number = signal.SIGKILL
+        interrupted |= number == signal.SIGINT
+        agent.pass_on(number)
+
+    # Its own handlers, which torch would put in the place of these, end the launcher before its workers.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    previous = {number: signal.signal(number, handle) for number in early.heard()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

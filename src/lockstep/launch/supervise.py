@@ -1,0 +1,346 @@
+"""After a failure: who was to blame, what people are told, and whether the run starts again.
+
+Every node's launcher judges by the same files in the run folder, so that all of them decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.format import steps_on_disk
+from lockstep.events import EventLog
+from lockstep.faults.failure import Failure, failed_folder, forget, of_exit, record, recorded, root_cause, short_host
+from lockstep.faults.hangs import Report, explain, ranks
+from lockstep.folder import RunFolder, look_back
+from lockstep.launch import LAUNCH
+from lockstep.launch.nodes import Nodes
+from lockstep.runtime.beat import beat_file
+
+STOP_CODES = {75, 130}
+"""What ranks end with that were asked to stop, and have saved."""
+
+DECISION = "decision"
+
+SECONDS_FOR_NEWS = 3.0
+"""How long a node whose ranks only lost another one waits to read what that one died of."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended: the exit code, and when it is not 0 what to say, its log, and `more` about the run."""
+
+    code: int
+    text: str = ""
+    log: Path | None = None
+    more: str = ""
+
+
+@dataclass
+class Supervisor:
+    """Judges the failures of one launch. `restarts` is how many may come without a checkpoint in between."""
+
+    folder: RunFolder
+    nodes: Nodes
+    told: dict[str, Any]
+    say: Callable[[str, str], None]
+    restarts: int = 3
+    on_oom: str = "stop"
+    is_ours: Callable[[], bool] = lambda: True
+    """Whether a later start of the same job has not taken the run over."""
+    outcome: Outcome | None = None
+    was_cut_short: bool = False
+    """Whether somebody pressed Ctrl-C twice."""
+    _left: int = field(init=False)
+    _saved: int = field(init=False)
+    _first: dict[int, int] = field(default_factory=dict)
+    _last: tuple[str, int, str, int | None] | None = None
+    _round: str = ""
+    _has_judged: bool = True
+    _failed_at: float | None = None
+    _oom_kills: int = 0
+    _world: int = 0
+
+    def __post_init__(self) -> None:
+        self._left = self.restarts
+        self._saved = self._newest_step()
+
+    # What the agent calls -----------------------------------------------------------------------------------------
+
+    def before_start(self) -> bool:
+        """The workers are about to start; False where the run is over.
+
+        Other nodes that have seen a failure may be back before the ranks of this one have heard of it.
+        """
+        if not self._has_judged and self._recorded() and not self.may_start_again():
+            return False
+        self._first = {}
+        self._oom_kills = oom_kills()
+        self.told.pop("restart", None)
+        if self._failed_at is not None:
+            self.told["restart"] = {"failed": self._failed_at, "stopped": time.time()}
+        return True
+
+    def meet(self, nodes: int, world_size: int, round_: str = "") -> None:
+        """The nodes of this start have met, and call it by one name: what ranks left before does not count."""
+        self._round, self._has_judged = round_, False
+        if self.nodes.is_head:
+            forget(self.folder.path, round_)
+        os.environ[LAUNCH] = json.dumps(self.told | {"round": round_})
+        self._failed_at = None
+        if not self.nodes.is_alone:
+            changed = f", {self._world} before" if self._world not in (0, world_size) else ""
+            self.say(f"{nodes} nodes with {world_size} processes{changed}", "info")
+        self._world = world_size
+
+    def saw_first(self, codes: dict[int, int]) -> None:
+        """Some ranks of this node have ended, and were not told to: their exit codes."""
+        if self._first:
+            return
+        self._first = codes
+        self._failed_at = time.time()
+        known = {failure.rank for failure in self._recorded()}
+        for rank, code in codes.items():
+            if code < 0 and rank not in known:
+                record(self.folder.path, self._died(rank, code), self._round)
+
+    @property
+    def knows_of_a_hang(self) -> bool:
+        """Whether a watchdog has found out why the ranks hang: they end by themselves, but for those that cannot."""
+        return any(failure.kind == "hang" for failure in self._recorded())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank of this start has failed, on any node."""
+        return bool(self._first or self._recorded())
+
+    def may_start_again(self, stopping: int | None = None) -> bool:
+        """The workers of this node have ended: find out why, tell people, and say whether to start again.
+
+        `stopping` is the signal with which somebody asked for the end.
+        """
+        self._has_judged = True
+        self._failed_at = self._failed_at or time.time()
+        if not self.is_ours():
+            self.outcome = Outcome(
+                1, f"a later start of this job has taken {self.folder.path} over, this one has ended"
+            )
+            return False
+        codes = {code for code in self._first.values() if code}
+        if codes and codes <= STOP_CODES:  # on purpose, and the console has shown it
+            self.outcome = Outcome(max(codes))
+            return False
+        saved = self._newest_step()
+        if self.was_cut_short or (stopping == signal.SIGINT and codes <= {*STOP_CODES, -signal.SIGINT}):
+            self.outcome = Outcome(130, f"stopped at once; {_goes_on(saved)}")
+            return False
+        if saved > self._saved:
+            self._saved, self._left = saved, self.restarts
+        failure, why = self._decide(stopping)
+        self._tell(failure, why)
+        if why is None:
+            return False
+        self._last = _signature(failure)
+        return True
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _recorded(self) -> list[Failure]:
+        return recorded(self.folder.path, self._round)
+
+    def _decide(self, stopping: int | None) -> tuple[Failure, str | None]:
+        """The cause, and why to start again. Of several nodes the first to know decides for all of them."""
+        path = failed_folder(self.folder.path, self._round) / DECISION
+        if not path.exists():
+            failure = self._find_cause()
+            why = None if stopping else self._why_again(failure)
+            left = self._left - (why is not None and failure.kind != "memory")
+            decision = json.dumps({"failure": asdict(failure), "why": why, "left": left})
+            if self.nodes.is_alone:
+                self._left = left
+                return failure, why
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = path.with_name(f".{short_host()}.{os.getpid()}")
+            whole.write_text(decision, encoding="utf-8")
+            with suppress(FileExistsError):
+                os.link(whole, path)  # all of it, and once
+        told = json.loads(path.read_text(encoding="utf-8"))
+        self._left = told["left"]
+        return Failure(**told["failure"]), told["why"]
+
+    def _died(self, rank: int, code: int) -> Failure:
+        failure = of_exit(rank, code, self.folder.log_here(rank), self._last_seen(rank))
+        if code == -9 and oom_kills() > self._oom_kills:
+            text = "was killed by the kernel (SIGKILL) because the node ran out of memory"
+            return replace(failure, kind="memory", text=text, micro_batch=self._micro_batch())
+        return failure
+
+    def _last_seen(self, rank: int) -> str:
+        """Where a rank was when its heartbeat was written last."""
+        try:
+            beat = json.loads(beat_file(Path(self.told["scratch"]), rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        return f"{beat['where']}, {beat['phase']}" if beat["where"] else str(beat["phase"])
+
+    def _find_cause(self) -> Failure:
+        end = time.monotonic() + (0.0 if self.nodes.is_alone else SECONDS_FOR_NEWS)
+        while True:
+            failures = self._recorded()
+            cause = root_cause(failures, short_host())
+            if cause is not None or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        if cause is None:
+            return self._without_word(failures)
+        if cause.kind == "signal" and cause.is_mismatch:
+            cause = _in_terms_of_calls(cause, failures)
+        return replace(cause, step=self._last_step())
+
+    def _without_word(self, failures: list[Failure]) -> Failure:
+        """Nobody left more than that another one is gone: who was it?"""
+        step, host, now = self._last_step(), short_host(), time.time()
+        left = [rank for rank, code in self._first.items() if code == 0]
+        if left:
+            text = (
+                "ended with exit code 0 while the others were still training: the ranks have different data; let every "
+            )
+            text += "rank do the same number of steps (run.loader does)"
+            return Failure(left[0], host, "left", text, step=step, time=now)
+        codes = {rank: code for rank, code in self._first.items() if code > 0}
+        told = {failure.rank for failure in failures}
+        for rank, code in codes.items():
+            if rank not in told:
+                return Failure(rank, host, "exit", f"exited with code {code}", step=step, time=now)
+        if not self.nodes.is_alone:
+            text = "lost the connection to another node: it is down, cut off, or its launcher was ended"
+            return Failure(min(self._first, default=-1), host, "signal", text, step=step, time=now)
+        first = failures[0] if failures else Failure(-1, host, "exit", "ended without a word", time=now)
+        return replace(first, step=step)
+
+    def _why_again(self, failure: Failure) -> str | None:
+        """Why another try is worth it; None where it is not."""
+        if failure.kind == "memory":
+            if self.on_oom == "shrink" and failure.micro_batch is not None and failure.micro_batch > 1:
+                return f"with micro_batch = {failure.micro_batch // 2}, the global batch stays"
+            return None
+        if failure.final or self._left <= 0:
+            return None
+        if self._last == _signature(failure) and failure.kind in ("exception", "exit", "hang"):
+            return None
+        if failure.kind in ("exception", "exit") and not failure.is_consequence and self._saved < 0:
+            return None
+        return f"{self._left - 1} more such failure{'s' * (self._left != 2)} before a checkpoint would end the run"
+
+    def _tell(self, failure: Failure, why_again: str | None) -> None:
+        """Write it down, and say it: on the way to another try in one line, at the end in full."""
+        who = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else f"a rank on {failure.host}"
+        sentence = failure.text if failure.kind in ("refused", "hang") else f"{who} {_verb(failure)}{failure.text}"
+        if self.nodes.is_head:
+            self._write_down(failure, sentence, why_again)
+        if why_again is not None:
+            where = f" at {failure.where}" if failure.where else ""
+            self.say(
+                f"{sentence.splitlines()[0]}{where}: starting again {_where_from(self._saved)}; {why_again}", "warning"
+            )
+            return
+        if failure.kind == "refused":
+            self.outcome = Outcome(2, failure.text)
+            return
+        text = f"{sentence}\n  at {failure.where}" if failure.where else sentence
+        lines = []
+        same = (failure.kind, failure.text)
+        alike = [one.rank for one in self._recorded() if (one.kind, one.text) == same]
+        alike = [rank for rank in alike if rank != failure.rank]
+        if alike:
+            lines.append(f"  {ranks(alike)} failed alike")
+        others = max(self._world, len(self._first)) - 1 - len(alike)
+        if others > 0 and failure.kind != "hang":
+            lines.append(f"  the other {others} rank{'s' if others > 1 else ''} ended because of it")
+        if self._last == _signature(failure) and failure.kind in ("exception", "exit", "hang"):
+            lines.append("  it failed the same way at the same step before, so it was not started again")
+        steps = "no step was done" if not failure.step else f"it had done step {failure.step}"
+        lines.append(f"  {steps}; {_goes_on(self._saved)}")
+        more = "".join(f"\n{line}" for line in lines)
+        log = self.folder.log(failure.host, failure.rank) if failure.rank >= 0 else None
+        self.outcome = Outcome(1, text, log, more)
+
+    def _write_down(self, failure: Failure, text: str, why_again: str | None) -> None:
+        attempt = max(1, look_back(self.folder.path).attempt)
+        shrink = failure.micro_batch // 2 if failure.kind == "memory" and why_again and failure.micro_batch else None
+        log = EventLog(self.folder.events, attempt)
+        log.emit(
+            "failure",
+            rank=failure.rank,
+            host=failure.host,
+            cause=failure.kind,
+            text=text,
+            where=failure.where,
+            step=failure.step,
+            restarted=why_again is not None,
+            micro_batch=shrink,
+        )
+        log.close()
+
+    def _newest_step(self) -> int:
+        return max(steps_on_disk(self.folder.path), default=-1)
+
+    def _last_step(self) -> int | None:
+        return max(look_back(self.folder.path).step, self._newest_step()) or None
+
+    def _micro_batch(self) -> int | None:
+        return look_back(self.folder.path).micro_batch
+
+
+def _in_terms_of_calls(cause: Failure, failures: list[Failure]) -> Failure:
+    """A collective got tensors that do not go together: mostly ranks that are in different calls."""
+    reports = [
+        Report(one.rank, one.host, 0, "", 0, waits=True, moving=False, call=one.call, where=one.where)
+        for one in failures
+        if one.where and (one.is_consequence or one == cause)
+    ]
+    if len(reports) < 2:
+        return cause
+    verdict = explain(reports, f"rank {cause.rank} on {cause.host} {cause.text}: ", mismatch=True)
+    return replace(cause, kind="hang", text=verdict.sentence, where=verdict.where)
+
+
+def _signature(failure: Failure) -> tuple[str, int, str, int | None]:
+    """What two failures have in common that have one cause; texts may hold numbers that differ."""
+    return failure.kind, failure.rank, failure.where or failure.text, failure.step
+
+
+def _verb(failure: Failure) -> str:
+    tells_of_itself = failure.kind == "exception" or (failure.kind == "memory" and not failure.text.startswith("was "))
+    return "failed: " if tells_of_itself else ""
+
+
+def _where_from(saved: int) -> str:
+    return "from the beginning" if saved < 0 else f"from step {saved}"
+
+
+def _goes_on(saved: int) -> str:
+    return f"the same command goes on {_where_from(saved)}: {typed_command()}"
+
+
+def oom_kills() -> int:
+    """How many processes this node's kernel has killed for want of memory."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def typed_command() -> str:
+    """The command as the user typed it."""
+    return shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "lockstep"), *sys.argv[1:]])

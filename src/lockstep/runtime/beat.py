@@ -1,0 +1,51 @@
+"""The heartbeat of a rank: what it is doing now. Set in the hot loop, read by threads beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Beat:
+    """The phase of the training that this rank is in, the step it works on, and a count that grows with progress."""
+
+    __slots__ = ("_busy", "phase", "step", "ticks")
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.step = 0
+        self.ticks = 0
+        self._busy: set[int] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread of this rank does something that others may wait for as long as it takes."""
+        return bool(self._busy)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While this thread reads or writes files, or prepares something for all ranks, it is not taken for stuck."""
+        me = threading.get_ident()
+        outer = me in self._busy
+        self._busy.add(me)
+        try:
+            yield
+        finally:
+            if not outer:
+                self._busy.discard(me)
+
+    def at(self, phase: str) -> None:
+        """A new phase begins."""
+        self.phase = phase
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """Something long goes on, and is not stuck."""
+        self.ticks += 1
+
+
+def beat_file(scratch: Path, rank: int) -> Path:
+    """Where a rank writes its heartbeat for its launcher, on its own node."""
+    return scratch / f"beat.{rank}.json"

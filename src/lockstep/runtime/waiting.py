@@ -1,0 +1,203 @@
+"""Where the time of this rank's steps goes: waiting for samples, waiting in collectives, and the rest.
+
+All ranks of a training take equally long over a step, because they wait for each other in it. Only the time that a rank
+does not wait tells which one is slow: it is the one that waits least.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lockstep.runtime.seeds import in_backward
+
+Stall = Literal["input", "wait"]
+Pair = tuple[Stall, torch.cuda.Event, torch.cuda.Event]
+
+STEPS_BEFORE_FIRST_REPORT = 5
+SECONDS_BETWEEN_REPORTS = 5.0
+RANKS_OF_A_SHORT_REPORT = 64
+"""Of more ranks a report is longer, and comes less often."""
+MOST_SPARE_EVENTS = 1000
+SYNCHRONOUS = (
+    *("allreduce", "broadcast", "_allgather_base", "all_gather_single", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "alltoall_base", "all_to_all_single"),
+)
+"""Collectives of a group that NCCL puts on the stream that computes, where nobody asked for them to be asynchronous:
+then there is no wait to be seen (torch 2.11 and 2.13; some of the names are of one of them)."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The seconds of some steps, and how many of these this rank stood still for samples or in collectives."""
+
+    steps: int
+    seconds: float
+    input: float
+    wait: float
+    samples: int
+    """What this rank computed."""
+
+
+class StepClock:
+    """Measures the steps of one rank, from the end of one to the end of the next.
+
+    On a CPU the host's clock is read around every stall. On a GPU the host runs ahead: there a pair of events is laid
+    around it on the stream that computes. The time between the two is what the stream stood still, however long the
+    host took, and it is read once the GPU has passed both.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        self._pause = SECONDS_BETWEEN_REPORTS * (1 + ranks / RANKS_OF_A_SHORT_REPORT)
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._main = threading.get_ident()
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._stalls: dict[Stall, float] = {"input": 0.0, "wait": 0.0}  # of the step that runs
+        self._is_stalled = False
+        self._spare: list[torch.cuda.Event] = []
+        self._open: list[Pair] = []
+        self._passed: deque[Pair] = deque()
+        self._steps_ever = 0
+        self._is_reported = False
+        self._began = self._last_report = time.perf_counter()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = self._samples = 0
+        self._seconds = 0.0
+        self._sums: dict[Stall, float] = {"input": 0.0, "wait": 0.0}
+
+    def listen(self) -> None:
+        """From now on notice when this rank waits for others."""
+        # All are replaced as attributes of their classes, which torch 2.11 and 2.13 allow. What compiled code waits
+        # for inside of its graphs is not seen.
+        self._replace(dist.Work, "wait")
+        if self._stream is None:
+            return
+        # How `fully_shard` waits over NCCL. Other streams may wait without holding the one that computes up.
+        self._replace(torch.cuda.Stream, "wait_event", lambda stream, *_: stream == self._stream)
+        for name in SYNCHRONOUS:
+            if hasattr(dist.ProcessGroup, name):
+                self._replace(dist.ProcessGroup, name, lambda *args: not getattr(args[-1], "asyncOp", True))
+
+    def _replace(self, kind: Any, name: str, counts: Callable[..., bool] = lambda *_: True) -> None:
+        original = getattr(kind, name)
+        self._undo.append((kind, name, original))
+
+        def wait(*args: Any, **options: Any) -> Any:
+            if not self._is_training() or not counts(*args):
+                return original(*args, **options)
+            with self.stalled("wait"):
+                return original(*args, **options)
+
+        setattr(kind, name, wait)
+
+    def restore(self) -> None:
+        """Leave torch as it was."""
+        while self._undo:
+            setattr(*self._undo.pop())
+
+    def _is_training(self) -> bool:
+        """Whether this thread trains: checkpoints are written by others, and autograd has its own for a GPU."""
+        return threading.get_ident() == self._main or in_backward()
+
+    @contextmanager
+    def stalled(self, kind: Stall) -> Iterator[None]:
+        """Inside the training may stand still."""
+        if self._is_stalled:  # a dataset that talks to other ranks, or nothing is measured
+            yield
+            return
+        self._is_stalled = True
+        try:
+            before = time.perf_counter() if self._stream is None else self._event()
+            yield
+            # Not after an error: a GPU that has failed would raise another one, and hide it.
+            if isinstance(before, float):
+                self._stalls[kind] += time.perf_counter() - before
+            else:
+                self._open.append((kind, before, self._event()))
+        finally:
+            self._is_stalled = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside nothing is measured, and none of it is part of a step."""
+        self._is_stalled = True
+        try:
+            yield
+        finally:
+            self._is_stalled = False
+            self.start()
+
+    def _event(self) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def start(self) -> None:
+        """What was done since the last step is not part of the next one."""
+        self._stalls = {"input": 0.0, "wait": 0.0}
+        self._give_back(self._open)
+        self._open = []
+        self._began = time.perf_counter()
+
+    def step_done(self, samples: int) -> float:
+        """A step ends here, and the next one begins; returns how long it took."""
+        now = time.perf_counter()
+        seconds = now - self._began
+        self._steps_ever += 1
+        if self._steps_ever == 2:  # the first one warms up: it counts only while it is alone
+            self._clear()
+            self._give_back(self._passed)
+            self._passed.clear()
+        self.steps += 1
+        self._samples += samples
+        self._seconds += seconds
+        for kind, stalled in self._stalls.items():
+            self._sums[kind] += stalled
+        self._passed.extend(self._open)
+        self._read(wait=False)
+        self._open = []
+        self._stalls = {"input": 0.0, "wait": 0.0}
+        self._began = now
+        return seconds
+
+    def _read(self, wait: bool) -> None:
+        """Add up what the GPU has passed by now; with `wait`, everything."""
+        while self._passed:
+            kind, before, after = self._passed[0]
+            if wait:
+                after.synchronize()
+            elif not after.query():
+                return
+            self._passed.popleft()
+            self._sums[kind] += before.elapsed_time(after) / 1000
+            self._give_back([(kind, before, after)])
+
+    def _give_back(self, pairs: Iterable[Pair]) -> None:
+        for _, before, after in pairs:
+            if len(self._spare) < MOST_SPARE_EVENTS:
+                self._spare += (before, after)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to compare the ranks: soon after the start, then every few seconds."""
+        if not self._is_reported:
+            return self.steps >= STEPS_BEFORE_FIRST_REPORT
+        return self.steps > 0 and time.perf_counter() - self._last_report >= self._pause
+
+    def take(self, *, last: bool) -> Spent:
+        """What was measured since this was asked before; the `last` time the GPU is waited for."""
+        self._read(wait=last)
+        spent = Spent(self.steps, self._seconds, self._sums["input"], self._sums["wait"], self._samples)
+        self._is_reported, self._last_report = True, time.perf_counter()
+        self._clear()
+        return spent
