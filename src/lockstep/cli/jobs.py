@@ -1,0 +1,104 @@
+"""`lockstep jobs`: my runs, how far they are, and their Slurm jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in the list."""
+
+    run: str
+    state: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    starts: int
+    job: str | None
+    job_state: str | None
+    changed: float
+
+
+def jobs_command(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders with runs in them. Default: runs.")] = None,
+    as_json: opt.Json = False,
+) -> int:
+    """List my runs with their jobs; the newest last. How a job ended is written into its run's events."""
+    from rich.console import Console as Terminal
+    from rich.table import Table
+
+    from lockstep.folder import EVENTS
+
+    folders = runs or [Path("runs")]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}", "name the folder that holds your runs")
+    found = sorted(
+        (_line(path) for folder in folders for path in folder.iterdir() if (path / EVENTS).exists()),
+        key=lambda line: line.changed,
+    )
+    if as_json:
+        print(json.dumps([asdict(line) for line in found]))
+        return 0
+    terminal = Terminal(highlight=False)
+    if not found:
+        terminal.print(f"no runs in {', '.join(map(str, folders))}")
+        return 0
+    table = Table(
+        "run", "state", "step", "loss", "starts", "job", "changed", box=None, header_style="bold", pad_edge=False
+    )
+    for line in found:
+        done = f"{line.step or 0}/{line.total_steps}" if line.total_steps else str(line.step or 0)
+        loss = "" if line.loss is None else f"{line.loss:.4g}"
+        job = f"{line.job} {(line.job_state or 'unknown').lower()}" if line.job else ""
+        table.add_row(line.run, line.state, done, loss, str(line.starts), job, _ago(line.changed))
+    terminal.print(table)
+    return 0
+
+
+def _line(path: Path) -> RunLine:
+    from lockstep.events import read_events
+    from lockstep.folder import RunFolder
+    from lockstep.launch.follow import note_end
+    from lockstep.launch.queue import state_of
+
+    folder = RunFolder(path, 1)
+    state, step, total, loss, starts, job, job_state = "waiting", None, None, None, 0, None, None
+    for event in read_events(folder.events):
+        match event["kind"]:
+            case "start":
+                state, total, starts = "unfinished", event["total_steps"], starts + 1
+            case "step":
+                step, loss = event["step"], event["loss"]
+            case "stop":
+                state = "stopped" if event["reason"] != "failed" else "failed"
+            case "failure" if not event["restarted"]:
+                state = "failed"
+            case "end":
+                state = "finished"
+            case "job":
+                job, job_state = event["id"], event["state"]
+    if job is not None and job_state in ("PENDING", "RUNNING") and (now := state_of(job)) is not None:
+        job_state = now.state
+        if now.is_over:
+            note_end(folder, now)
+    changed = folder.events.stat().st_mtime
+    return RunLine(str(path), state, step, total, loss, starts, job, job_state, changed)
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
