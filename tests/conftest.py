@@ -12,6 +12,7 @@ from types import FrameType
 
 import pytest
 
+from tests import budget
 from tests.ranks import RankPool
 
 # Before anything imports torch, and for the processes that tests start.
@@ -49,6 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[real_stderr])
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if budget.is_slow(item.nodeid) or budget.is_soak(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+        if budget.is_soak(item.nodeid):
+            item.add_marker(pytest.mark.soak)
 
 
 class NoSkips:

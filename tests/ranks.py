@@ -67,6 +67,12 @@ SETTLE_AFTER_CONSEQUENCE = 2.0
 CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|timed out waiting|wait timeout|broken pipe|socket closed", re.I
 )
+MOST_LEFT_GROUPS = 20
+"""Process groups that jobs may leave behind in a rank before it is replaced.
+
+What a hook of a parameter holds is never collected, a run's group among it, and gloo wakes up a hundred times a second
+for every group there is: ranks that had served a few hundred jobs kept the cores busy with nothing.
+"""
 # A real-time signal, because the code under test has uses of its own for the named ones.
 STACK_SIGNAL = signal.SIGRTMAX
 
@@ -111,7 +117,7 @@ class RankFailed(AssertionError):  # noqa: N818 - a test has failed, the bench h
 
 
 class RankPool:
-    """Up to eight rank processes, started when first needed and all replaced after a failure."""
+    """Rank processes, started when first needed; all replaced after a failure, or when jobs left too much in them."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -145,20 +151,19 @@ class RankPool:
                 # Only when all have returned: a closed process group looks like a crash to ranks at work.
                 for worker in workers:
                     worker.send(Restore())
-                collect(workers, RESTORE_SECONDS)
+                left_groups = collect(workers, RESTORE_SECONDS)
             except BaseException:
                 self._kill()
                 raise
+        if max(map(int, left_groups)) > MOST_LEFT_GROUPS:
+            self._end()
         return [pickle.loads(result) for result in results]
 
     def close(self) -> None:
         """End every rank. The pool cannot be used again."""
         atexit.unregister(self.close)
         self._closed = True
-        for worker in self._workers:
-            worker.send(None)
-        join_all(self._workers, EXIT_SECONDS)
-        self._kill()
+        self._end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _first_workers(self, ranks: int) -> list[Worker]:
@@ -166,7 +171,7 @@ class RankPool:
             raise ValueError("this pool is closed")
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"a pool has 1 to {MOST_RANKS} ranks, not {ranks}")
-        dead = [worker for worker in self._workers if not worker.process.is_alive()]
+        dead = [worker for worker in self._workers if worker.has_ended()]
         if dead:
             names = ", ".join(f"rank {worker.rank} {worker.how_it_ended()}" for worker in dead)
             warnings.warn(f"after the end of the last job: {names}", stacklevel=3)
@@ -192,6 +197,12 @@ class RankPool:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             store_path.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.send(None)
+        join_all(self._workers, EXIT_SECONDS)
+        self._kill()
 
     def _kill(self) -> None:
         # SIGTERM first: under coverage it makes a rank that is not stuck save what it measured.
@@ -229,6 +240,12 @@ class Worker:
         # A rank that is gone is told apart, with its exit code, where its answer is awaited.
         with contextlib.suppress(OSError):
             self.connection.send(message)
+
+    def has_ended(self) -> bool:
+        """Whether an idle rank is gone: its pipe is closed before the fork server knows of its end."""
+        if self.connection.poll():
+            self.process.join(EXIT_SECONDS)
+        return not self.process.is_alive()
 
     def report(self) -> Returned | Trouble:
         """The answer that is there to be read, or how the process ended."""
@@ -395,7 +412,7 @@ def serve_jobs(pool: connection.Connection[Any, Any], stack_file: Path) -> None:
             try:
                 if isinstance(message, Restore):
                     restore()
-                    answer: Returned | Trouble = Returned()
+                    answer: Returned | Trouble = Returned(str(left_groups()).encode())
                 else:
                     job, call = message
                     function, args, kwargs = pickle.loads(call)
@@ -458,6 +475,15 @@ def remember_process_state(stacks: IO[str]) -> Callable[[], None]:
         gc.collect()
 
     return restore
+
+
+def left_groups() -> int:
+    """How many process groups of gloo this process still has a thread for."""
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found += path.read_text().startswith("gloo_tcp_loop")
+    return found
 
 
 def trouble_from(error: BaseException) -> Trouble:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.run import Run
     from lockstep.scoring import Metric
     from lockstep.trainer import Trainer
+    from lockstep.use import generate, load
 
 __version__ = "0.1.0"
 
@@ -39,7 +40,9 @@ _HOME = {
     "StepResult": "engine",
     "TokenDataset": "data.corpora",
     "Trainer": "trainer",
+    "generate": "use",
     "init": "join",
+    "load": "use",
 }
 
 __all__ = [
@@ -53,7 +56,9 @@ __all__ = [
     "TokenDataset",
     "Trainer",
     "UserError",
+    "generate",
     "init",
+    "load",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,3 +45,16 @@ class Cadence:
             now, before = (round(at / (self.amount * steps_per_epoch), 9) // 1 for at in (step, step - 1))
             return now > before
         return self.unit == "minutes" and minutes_since_last >= self.amount
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a time such as "2h", "90m", "1h30m", "45s", or as Slurm writes it: "HH:MM:SS", "D-HH:MM:SS"."""
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text.strip())
+    parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    match = clock or parts
+    numbers = [int(part or 0) for part in match.groups()] if match else []
+    seconds = float(sum(number * unit for number, unit in zip(numbers, units.values(), strict=False)))
+    if seconds <= 0:
+        raise ValueError(f'max_time is {text!r}: write a time such as "2h", "90m" or "1-12:00:00"')
+    return seconds

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lockstep.cadence import Cadence
+from lockstep.cadence import Cadence, parse_duration
 from lockstep.errors import UserError, nearest, unknown
 from lockstep.layout import AUTO, Layout
 from lockstep.recipes.catalog import find_recipe
@@ -155,6 +155,21 @@ class TensorConfig(Section):
     )
 
 
+class RecoverConfig(Section):
+    """What a run does when its numbers are not as they should be (docs/faults.md)."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="when loss or gradients are NaN or infinite: stop, skip the step, or go back to a checkpoint",
+    )
+    on_spike: Literal["warn", "skip", "rollback", "stop"] = Field(
+        "warn", description="when the loss jumps far above that of the steps before"
+    )
+    check_every: int = Field(
+        500, ge=0, description="steps between checks that replicas are equal; the first step is checked too; 0: never"
+    )
+
+
 class LaunchConfig(Section):
     """Where and how processes run: what a script under `lockstep run` can be told."""
 
@@ -167,7 +182,14 @@ class LaunchConfig(Section):
         "auto", description="who communicates; auto: nccl on CUDA, else gloo"
     )
     share_gpu: bool = Field(False, description="let several ranks use one GPU (over gloo)")
-    timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others, in every group")
+    timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others before it is a hang")
+    restarts: int = Field(3, ge=0, description="failures in a row, without a checkpoint between, that are tried again")
+    on_oom: Literal["shrink", "stop"] | None = Field(
+        None, description="shrink: go on with half the micro-batch when memory is full; unset: shrink in `train`"
+    )
+    max_time: str | None = Field(
+        None, description='save and stop before this is over, as in "2h", "90m" or "1-12:00:00"; exit code 75'
+    )
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
     pipeline: PipelineConfig = PipelineConfig()
     tensor: TensorConfig = TensorConfig()
@@ -180,6 +202,8 @@ class LaunchConfig(Section):
             raise ValueError("backend nccl needs device cuda: leave backend out on CPUs")
         if self.device == "cpu" and self.share_gpu:
             raise ValueError("share_gpu and device cpu contradict each other: say one of them")
+        if self.max_time is not None:
+            parse_duration(self.max_time)
         try:
             if self.layout != AUTO:
                 Layout.parse(self.layout)
@@ -202,7 +226,7 @@ class Config(LaunchConfig):
     epochs: int | None = Field(None, gt=0, description="passes over the data to do in all (or say steps)")
     global_batch: int | None = Field(None, gt=0, description="samples of one optimizer step over all devices")
     batch_per_device: int | None = Field(
-        None, gt=0, description="samples of one step per device, instead of global_batch"
+        None, gt=0, description="samples of one step per replica (dp x fsdp), instead of global_batch"
     )
     micro_batch: int | None = Field(None, gt=0, description="samples of one forward; unset: measured once and kept")
     precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
@@ -224,8 +248,10 @@ class Config(LaunchConfig):
     )
     save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
     keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
+    keep_every: int | None = Field(None, gt=0, description="checkpoints at multiples of so many steps stay for good")
     numerics: NumericsConfig = NumericsConfig()
     shard: ShardConfig = ShardConfig()
+    recover: RecoverConfig = RecoverConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()
@@ -274,7 +300,7 @@ class Resolved:
         """The same with one more decided value (a dotted key), checked again."""
         values = self.config.model_dump()
         _put(values, key, value)
-        return Resolved(_checked(Config, values, {**self.origin, key: source}), {**self.origin, key: source})
+        return Resolved(checked(Config, values, {**self.origin, key: source}), {**self.origin, key: source})
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
@@ -305,9 +331,9 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     if recipe:
         _make_room(merged, origin, layers[0].source)
     settings_keys = [f"model.{name}" for name in recipe.model_settings.model_fields] if recipe else []
-    config = _checked(Config, merged, origin, also=settings_keys)
+    config = checked(Config, merged, origin, also=settings_keys)
     if recipe:
-        settings = _checked(recipe.model_settings, config.model, origin, prefix="model.")
+        settings = checked(recipe.model_settings, config.model, origin, prefix="model.")
         config = config.model_copy(update={"model": settings.model_dump()})
     everything = {key: origin.get(key, "default") for key, _ in flatten(config.model_dump())}
     return Resolved(config, everything)
@@ -362,7 +388,7 @@ def to_toml(config: LaunchConfig) -> str:
 def from_toml(path: Path) -> Config:
     """The config a run folder holds."""
     values = read_toml(path)  # every value is there: the recipe's defaults must not fill in what was unset
-    return _checked(Config, values, {key: str(path) for key, _ in flatten(values)})
+    return checked(Config, values, {key: str(path) for key, _ in flatten(values)})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -422,6 +448,11 @@ def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
     return _section(ShardConfig, values, "shard.")
 
 
+def recover_config(values: RecoverConfig | Mapping[str, Any] | None) -> RecoverConfig:
+    """The checked `recover` argument of `run.setup`."""
+    return _section(RecoverConfig, values, "recover.")
+
+
 def tensor_config(values: TensorConfig | Mapping[str, Any] | None) -> TensorConfig:
     """The checked `tensor` argument of `run.setup`."""
     return _section(TensorConfig, values, "tensor.")
@@ -434,24 +465,25 @@ def pipeline_config(values: PipelineConfig | Mapping[str, Any] | None) -> Pipeli
 
 def script_config(values: Nested, source: str) -> ScriptConfig:
     """The checked options of `lockstep run`."""
-    return _checked(ScriptConfig, values, {key: source for key, _ in flatten(values)})
+    return checked(ScriptConfig, values, {key: source for key, _ in flatten(values)})
 
 
 def launch_config(values: Nested) -> LaunchConfig:
     """The checked arguments of `lockstep.init`."""
-    return _checked(LaunchConfig, values, {})
+    return checked(LaunchConfig, values, {})
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def _section(model: type[Model], values: Model | Mapping[str, Any] | None, prefix: str) -> Model:
-    return values if isinstance(values, model) else _checked(model, dict(values or {}), {}, prefix)
+    return values if isinstance(values, model) else checked(model, dict(values or {}), {}, prefix)
 
 
-def _checked(
+def checked(
     model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "", also: Sequence[str] = ()
 ) -> Model:
+    """Values as a model, or the first mistake in them as a sentence; `origin` says where each key came from."""
     try:
         return model.model_validate(values, strict=True)
     except ValidationError as error:
@@ -509,8 +541,8 @@ def for_world(resolved: Resolved, world_size: int) -> Resolved:
     if per_device is not None:
         values = resolved.config.model_dump()
         values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
-        source = f"batch_per_device {per_device} x {layout.data_size} devices"
+        source = f"batch_per_device {per_device} x {layout.data_size} replicas"
         origin = {**resolved.origin, "global_batch": source, "batch_per_device": "default"}
         _make_room(values, origin, f"recipe {resolved.config.recipe}")
-        resolved = Resolved(_checked(Config, values, origin), origin)
+        resolved = Resolved(checked(Config, values, origin), origin)
     return resolved

@@ -24,10 +24,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.attention import attend_with, fastest_kernels
-from lockstep.config import Attention, Compile, Format, NumericsConfig
+from lockstep.config import Attention, Compile, Format, NumericsConfig, RecoverConfig
 from lockstep.data.loader import MicroBatch, StepBatch, in_groups
 from lockstep.data.transfer import HostCopy, Transfers
 from lockstep.errors import NonFiniteError, UserError
+from lockstep.faults.invariants import Invariants
+from lockstep.faults.memory import memory_explained
+from lockstep.faults.recover import Alarm, BufferCopies, Recovery
 from lockstep.faults.requests import Requests
 from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
@@ -36,6 +39,8 @@ from lockstep.parallel.apply import Look, ParallelModel
 from lockstep.parallel.calls import PipelinedCalls
 from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
 from lockstep.parallel.context import cut_sequences, sequence_length
+from lockstep.parallel.materialise import named_tensors
+from lockstep.parallel.names import refuse_extra_state, state_dict_names
 from lockstep.parallel.shard import weights_read_by_their_modules
 from lockstep.parallel.statistics import batch_norms, not_counting
 from lockstep.parallel.team import in_order
@@ -56,7 +61,8 @@ class StepResult:
 
     `loss` is the mean over everything that counted in the step, `weight` how much that was. `grad_norm` is the norm
     before clipping, still on the device. A step in which nothing counted, or whose gradients overflowed in fp16, is
-    skipped: the weights stay as they were. `loss_scale` is what the step ran with, 1 unless in fp16.
+    skipped: the weights stay as they were. So is one whose numbers are wrong, where `recover` says so. `loss_scale` is
+    what the step ran with, 1 unless in fp16, and `overflowed` whether that was too much.
     """
 
     step: int
@@ -66,6 +72,7 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float
+    overflowed: bool
 
 
 class Engine:
@@ -88,9 +95,11 @@ class Engine:
         compile_: Compile = "off",
         attention: Attention = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
+        recovery: Recovery | None = None,
         observe: Callable[[StepResult, StepBatch], None] | None = None,
     ) -> None:
         self.layout = layout
+        self.rank = comm.rank
         self.device = device
         self.precision: Format = precision
         self.numerics = numerics or NumericsConfig()
@@ -113,6 +122,10 @@ class Engine:
         self._comm = comm
         self._requests = requests
         self._observe = observe
+        self.recovery = recovery or Recovery(RecoverConfig())
+        self.is_sound = True
+        """Whether weights and optimizer are those of `steps_done` steps; not so in the middle of an update."""
+        self.is_in_step = False
         self._explaining: Callable[[], AbstractContextManager[None]] = nullcontext
         self._transfers = Transfers(device)
         self.use_attention(None if attention == "auto" else attention)
@@ -135,6 +148,10 @@ class Engine:
         self.blocks = parallel.blocks
         self.pipeline = parallel.pipeline
         self.stored = parallel.parameters
+        whole = parallel.skeleton or self.model
+        refuse_extra_state(whole)
+        self.state_dict_names = state_dict_names(whole)
+        self.tensor_names = [name for name, _ in named_tensors(whole)]
         self.slices = parallel.slices
         self.buffers = parallel.buffers
         named = parallel.trained
@@ -162,6 +179,8 @@ class Engine:
         self._norm_groups = parallel.norm_groups
         self._together = parallel.together
         self._statistics = parallel.statistics
+        self._buffer_copies = BufferCopies([buffer for _, buffer in self.buffers])
+        self._invariants = Invariants(self, self._comm, self.recovery.config.check_every)
         # A whole compiled model cannot be left between its blocks: it draws from the micro-batch's stream alone.
         for seeded in parallel.seeded if self._compile != "model" else []:
             for number, module in enumerate(seeded):
@@ -195,6 +214,17 @@ class Engine:
         """The whole of a parameter or its gradient, as one device has it; every rank that holds a part calls it."""
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return in_order(full, self.slices.get(name), self.layout.tp)
+
+    def is_first_with(self, name: str) -> bool:
+        """Whether of the stages that have a parameter or buffer, the first is one of this rank's."""
+        return self.pipeline is None or self.places_with(name)[0] == self.pipeline.rank
+
+    def places_with(self, name: str) -> list[int]:
+        """The places in the pipeline of the stages that have a parameter or buffer, the first one's first."""
+        assert self.pipeline is not None
+        plan = self.pipeline.plan
+        users = plan.users[name] if name in plan.users else plan.buffer_users[name]
+        return [self.pipeline.rank_of[stage] for stage in users]
 
     @property
     def micro_batch(self) -> int:
@@ -240,6 +270,15 @@ class Engine:
         if not isinstance(batch, StepBatch):
             raise UserError(f"engine.step was given a {type(batch).__name__}", "give it what run.loader(...) yields")
         assert self.is_ready, "the loader has shown its first samples"
+        beat = self._comm.beat
+        beat.step = self.steps_done + 1
+        beat.at("forward and backward")
+        with memory_explained(self, beat, max((len(part.ids) for part in batch.micro_batches), default=1)):
+            result = self._step(batch)
+        beat.at("the code between steps")
+        return result
+
+    def _step(self, batch: StepBatch) -> StepResult:
         lr = self.lr
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self._schedule(self.steps_done)
@@ -248,6 +287,8 @@ class Engine:
         if self.measures_attention:
             self._measure_attention(batch.micro_batches)
         self._streams.clear()
+        self._buffer_copies.take()
+        self.is_in_step = True
         self._gradients.begin()
         self._statistics.begin()
         loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
@@ -256,52 +297,91 @@ class Engine:
         scale = loss_scale / (batch.global_batch * self.layout.team)
         totals = self.forward_backward(batch.micro_batches, scale)
         exchange = self._exchange or self._start_exchange(totals)
+        self._comm.beat.at("summing gradients")
         has_unused = self._gradients.wait()
         loss_sum, weight, bad_ranks, unused, paths, squares, *votes = exchange()
         self._requests.agree(votes)
-        if bad_ranks:
-            reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else batch.ids)
-            rank = next(rank for rank, report in enumerate(reports) if report is not None)
-            raise NonFiniteError("loss", self.steps_done + 1, rank, reports[rank])
-
+        loss = loss_sum / weight if weight > 0 else math.nan
+        alarm = self._alarm_of_loss(loss, bool(bad_ranks), totals, batch)
         if self._comm.world_size * squares > paths * paths * (1 + 1e-12):  # only equal numbers have no variance
             raise UserError(
                 "the ranks called different sharded blocks in one step, and so gathered each other's weights",
                 "let every forward call the same blocks (multiply by 0 what is left out), or use a dp layout",
             )
-        self._gradients.finish(has_unused or bool(unused))
-        self._statistics.combine()
-        norm = torch.zeros((), device=self.device)
-        skipped = weight <= 0
+        norm, overflowed = torch.zeros((), device=self.device), False
+        skipped = alarm is not None or weight <= 0
+        if alarm is None:
+            self._gradients.finish(has_unused or bool(unused))
+            self._statistics.combine()
         if not skipped:
+            self._invariants.check_gradients()
             grads = local_gradients(self.parameters)
             factor = batch.global_batch / (weight * loss_scale)
             counted = grads if len(self._counted) == len(self.stored) else local_gradients(self._counted)
             norm = global_norm(counted, self._norm_groups, self.device) * factor
             scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
             self._last_norm = HostCopy(norm), batch
-            skipped = self._overflowed(self._last_norm[0])
-            if self.device.type == "cpu":
-                self.check_last_gradient()
-        if skipped:
-            self.steps_skipped += 1
-        else:
-            self.optimizer.step()
-            self._gradients.updated()
-        self.steps_done += 1
-        self.seed_between_steps()
+            overflowed = self._overflowed(self._last_norm[0])
+            if self.device.type == "cpu" or self.recovery.reads_gradients:
+                alarm = self._alarm_of_gradient(loss)
+            skipped = overflowed or alarm is not None
+        if alarm is not None:
+            self._buffer_copies.put_back()
+        self._count_step(skipped)
+        self._invariants.check_values()
         result = StepResult(
             step=self.steps_done,
-            loss=loss_sum / weight if weight > 0 else math.nan,
+            loss=loss,
             weight=weight,
             grad_norm=norm,
             lr=lr,
             skipped=skipped,
             loss_scale=loss_scale,
+            overflowed=overflowed and alarm is None,
         )
         if self._observe:
             self._observe(result, batch)
+        if alarm is not None:
+            self.recovery.act(alarm)
         return result
+
+    def _count_step(self, skipped: bool) -> None:
+        """Update the weights, unless the step is skipped; one more step is done."""
+        if skipped:
+            self.steps_skipped += 1
+        else:
+            self.is_sound = False
+            self._comm.beat.at("the optimizer")
+            self.optimizer.step()
+            self._gradients.updated()
+            self.recovery.fine()
+        self.steps_done += 1
+        self.is_sound, self.is_in_step = True, False
+        self.seed_between_steps()
+
+    def _alarm_of_loss(self, loss: float, is_bad: bool, totals: HostCopy, batch: StepBatch) -> Alarm | None:
+        """What is wrong with the loss of this step, on every rank alike; raises where the run is to stop."""
+        step = self.steps_done + 1
+        if not is_bad:
+            return self.recovery.spike(loss, step, lambda: self._everybodys_ids(batch))
+        reports = self._comm.gather(None if all(map(math.isfinite, totals.read())) else batch.ids)
+        rank = next(rank for rank, report in enumerate(reports) if report is not None)
+        return self.recovery.nonfinite("loss", step, rank, reports[rank], math.nan)
+
+    def _alarm_of_gradient(self, loss: float) -> Alarm | None:
+        """What is wrong with the last gradient, before the update; raises where the run is to stop."""
+        if self._last_norm is None:
+            return None
+        copy, batch = self._last_norm
+        self._last_norm = None
+        if math.isfinite(copy.read()[0]):
+            return None
+        # It is a sum over the ranks: nobody knows any more whose it was.
+        return self.recovery.nonfinite("gradient", self.steps_done + 1, None, self._everybodys_ids(batch), loss)
+
+    def _everybodys_ids(self, batch: StepBatch) -> list[int]:
+        """The samples of all ranks in a step, each once."""
+        return list(dict.fromkeys(sample for rank in self._comm.gather(batch.ids) for sample in rank))
 
     def _start_exchange(self, totals: HostCopy) -> Callable[[], list[float]]:
         """Begin to add up loss, weight and what ranks have to agree on.
@@ -333,20 +413,24 @@ class Engine:
         return overflow
 
     def check_last_gradient(self) -> None:
-        """Stop if the last gradient norm is not finite.
+        """Stop if the norm of the last gradient is not finite and nobody has asked yet.
 
-        On the CPU that is asked before the optimizer runs. On a GPU it is asked one step later, and before anything is
-        saved, because asking at once would let the GPU run dry in every step.
+        Where the run is to stop, that is asked on a GPU one step later, and before anything is saved, because asking at
+        once would let the GPU run dry in every step. The weights are not sound any more then.
         """
         if self._last_norm is None:
             return
         copy, batch = self._last_norm
         self._last_norm = None
         if not math.isfinite(copy.read()[0]):
-            step = self.steps_done + (self.device.type == "cpu")
-            # It is a sum over the ranks: nobody knows any more whose it was.
-            ids = [sample for rank in self._comm.gather(batch.ids) for sample in rank]
-            raise NonFiniteError("gradient", step, None, ids)
+            self.is_sound = False
+            raise NonFiniteError("gradient", self.steps_done, None, self._everybodys_ids(batch))
+
+    def undo_half_a_step(self) -> None:
+        """A step has failed half-way: buffers as they were before it, which its forward may have changed."""
+        if self.is_in_step:
+            self._buffer_copies.put_back()
+            self.is_in_step = False
 
     def forward_backward(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
         """Accumulate the gradients of `scale` times the loss sum; returns this rank's loss sum and weight.
@@ -418,11 +502,14 @@ class Engine:
 
         with self.scoring():
             for group in in_groups(micro_batches, 1 if self.pipeline is None else self._stages.at_once):
-                data = [self._transfers.send(part.data).take() for part in group]
-                for name, function in functions.items():
-                    for part, returned in zip(group, self._score(name, function, group, data), strict=False):
-                        if not part.filler:
-                            add(name, returned)
+                self._comm.beat.at("scoring")
+                size = max((len(part.ids) for part in group), default=1)
+                with memory_explained(self, self._comm.beat, size):
+                    data = [self._transfers.send(part.data).take() for part in group]
+                    for name, function in functions.items():
+                        for part, returned in zip(group, self._score(name, function, group, data), strict=False):
+                            if not part.filler:
+                                add(name, returned)
         self.seed_between_steps()
         flat = self._comm.sum((torch.cat(list(sums.values())) * self._speaks).tolist())
         return {name: Metric(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(functions)}
@@ -502,6 +589,7 @@ class Engine:
     def _start_micro_batch(self, micro_batch: MicroBatch) -> None:
         self._coordinate = (self.steps_done, micro_batch.index)
         self._calls.clear()
+        self._comm.beat.tick()
         seed_everything(seed_of(self.seed, "forward", *self._coordinate))
 
     def _summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, int | float | torch.Tensor]:

@@ -18,11 +18,15 @@ class UserError(ValueError):
         return f"{self.cause}: {self.fix}"
 
 
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is NaN or infinite. Nothing is saved any more.
+class StoppedTogetherError(RuntimeError):
+    """All ranks stop at the same step, of one mind, and the weights are still those of the step before."""
 
-    For a loss, `rank` names who saw it and the weights are still those of the step before; a gradient is a sum over
-    ranks, so there `rank` is None and the samples are all of the step.
+
+class NonFiniteError(StoppedTogetherError):
+    """The loss or the gradient of a step is NaN or infinite.
+
+    For a loss, `rank` names who saw it; a gradient is a sum over ranks, so there `rank` is None and the samples are all
+    of the step.
     """
 
     def __init__(self, what: str, step: int, rank: int | None, sample_ids: Sequence[int]) -> None:
@@ -34,12 +38,45 @@ class NonFiniteError(RuntimeError):
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
-        shown = ", ".join(map(str, self.sample_ids[:16]))
-        more = f" and {len(self.sample_ids) - 16} more" if len(self.sample_ids) > 16 else ""
         return (
-            f"the {self.what} is not finite at step {self.step}{where} (sample ids {shown}{more}): "
+            f"the {self.what} is not finite at step {self.step}{where} ({some_samples(self.sample_ids)}): "
             "look at these samples, or lower the learning rate if they are sound"
         )
+
+
+class MemoryFullError(RuntimeError):
+    """The device or the host has no memory left for this step. `micro_batch` is what one forward was given."""
+
+    def __init__(self, text: str, micro_batch: int) -> None:
+        super().__init__(text)
+        self.micro_batch = micro_batch
+
+
+class SpikeError(StoppedTogetherError):
+    """The loss of a step is far above those of the steps before, and `recover.on_spike` is "stop"."""
+
+
+class RecoveryError(StoppedTogetherError):
+    """Skipping steps, or going back to a checkpoint, does not help any more, or cannot be done."""
+
+
+class InvariantError(RuntimeError):
+    """What has to be equal on several ranks is not, or the model is not the one that is trained. Not to be retried."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. The ones before it are as they were."""
+
+
+def some_samples(ids: Sequence[int], most: int = 16) -> str:
+    """The first ids of a list of samples, to stand inside of a sentence."""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"sample ids {', '.join(map(str, ids[:most]))}{more}"
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused something, to stand inside of a sentence."""
+    return (error.strerror or str(error)).lower()
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:

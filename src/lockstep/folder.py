@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,22 +13,31 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.config import Config, LaunchConfig, flatten, script_config, to_toml
-from lockstep.errors import UserError
+from lockstep.errors import UserError, reason
 from lockstep.events import read_events
+from lockstep.faults.failure import short_host
+from lockstep.launch.allocation import Allocation, find_allocation
 from lockstep.toml import read_toml
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+EXIT_CODE = ".exit"
+"""How the last start of a job ended, for its script."""
+JOB_SCRIPT = "job.sbatch"
+BEFORE_A_RUN = {"checkpoints", "logs", EVENTS, JOB_SCRIPT}
+"""What may be in the folder of a run that has not begun."""
 
 FREE_TO_CHANGE = {
     *("name", "layout", "nproc", "device", "backend", "share_gpu", "timeout_minutes"),
-    *("steps", "epochs", "validate_every", "save_every", "keep"),
+    *("restarts", "on_oom", "max_time"),
+    *("steps", "epochs", "micro_batch", "validate_every", "save_every", "keep", "keep_every"),
     *("data.workers", "data.prefetch", "data.persistent"),
     *("shard.level", "shard.units", "shard.min_params"),
     *("pipeline.schedule", "pipeline.micro_batches", "pipeline.stages_per_rank", "pipeline.cuts"),
 }
-"""Keys a continued run may change: the numbers do not depend on them, or they say how far to go."""
+"""Keys a continued run may change: the numbers do not depend on them, or they say how far to go, or (micro_batch) are
+only drawn anew, which the run says."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,11 @@ class RunFolder:
 
     def log_here(self, rank: int) -> Path:
         """The same for a rank on this host."""
-        return self.log(socket.gethostname().split(".")[0], rank)
+        return self.log(short_host(), rank)
+
+    def logs_of(self, rank: int) -> list[Path]:
+        """The logs of a rank, which may have been on several hosts."""
+        return sorted((self.path / "logs").glob(f"*.{rank}.log"))
 
     def announce(self) -> str:
         """The first line a command prints: whether a run begins or goes on."""
@@ -72,7 +85,7 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
             raise UserError(f"{run_dir} holds a finished run", "give another --run-dir")
         if found == "unfinished" and resume == "never":
             raise UserError(f"{run_dir} holds an unfinished run", "give another --run-dir, or drop --resume never")
-        return RunFolder(run_dir, _attempts(run_dir) + 1 if found == "unfinished" else 1)
+        return RunFolder(run_dir, max(1, look_back(run_dir).attempt) + 1 if found == "unfinished" else 1)
     if not name or name != Path(name).name or name.startswith("."):
         raise UserError(f"{name!r} is not a run name", "use letters, digits and dashes; --run-dir takes a path")
     free, last = runs / name, None
@@ -82,7 +95,7 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
             break
         last = path
     if last is not None and resume != "never" and _look(last) == "unfinished":
-        return RunFolder(last, _attempts(last) + 1)
+        return RunFolder(last, max(1, look_back(last).attempt) + 1)
     return RunFolder(free, 1)
 
 
@@ -101,7 +114,7 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
                 path.rmdir()
         raise UserError(
             f"cannot write to {folder.path}",
-            f"{(error.strerror or str(error)).lower()}; give another --run-dir",
+            f"{reason(error)}; give another --run-dir",
         ) from None
     return made
 
@@ -109,11 +122,19 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
 def take_back(folder: RunFolder, made: list[Path]) -> None:
     """Remove a run that was refused before it began, if it is a new one, and the folders made for it."""
     began = folder.events.exists() and any(event["kind"] == "start" for event in read_events(folder.events))
-    if folder.path in made and not began:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        for path in made:
-            with suppress(OSError):  # something else has come into it
-                path.rmdir()
+    if began or folder.continues:
+        return
+    if folder.path not in made:  # it had imported weights, which stay
+        for path in folder.path.iterdir():
+            if path.is_dir() and path.name != "checkpoints":
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.is_dir():
+                path.unlink()
+        return
+    shutil.rmtree(folder.path, ignore_errors=True)
+    for path in made:
+        with suppress(OSError):  # something else has come into it
+            path.rmdir()
 
 
 def write_config(folder: Path, config: LaunchConfig) -> None:
@@ -135,18 +156,50 @@ def settle_script_config(folder: Path, config: LaunchConfig) -> None:
 
 
 def hold(folder: Path) -> IO[str]:
-    """Keep other processes from writing to a run while this one does; ends when the file is closed."""
-    lock = (folder / LOCK).open("a")
+    """Keep other processes from writing to a run while this one does; ends when the file is closed.
+
+    A job that Slurm has requeued takes the run from its former start, which may live on where the network was cut.
+    """
+    path = folder / LOCK
+    job = find_allocation()
+    lock = path.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read()
         lock.close()
-        raise UserError(
-            f"{folder} is being written by another process", "wait for it, or use --name for a new run"
-        ) from None
+        if job is None or not _follows(holder, job):
+            raise UserError(
+                f"{folder} is being written by another process", "wait for it, or use --name for a new run"
+            ) from None
+        own = path.with_name(f"{LOCK}.{job.start}")
+        lock = own.open("a+")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        own.replace(path)
     except OSError:
         pass  # a file system without locks
+    lock.truncate(0)
+    lock.write(json.dumps({"job": job.job, "restart": job.restart}) if job else "")
+    lock.flush()
     return lock
+
+
+def is_held(folder: Path, lock: IO[str]) -> bool:
+    """Whether a run is still this process's, and no later start has taken it."""
+    try:
+        return os.path.samestat((folder / LOCK).stat(), os.fstat(lock.fileno()))
+    except OSError:
+        return False
+
+
+def _follows(holder: str, job: Allocation) -> bool:
+    """Whether `job` is a later start of the job that holds a run."""
+    try:
+        told = json.loads(holder)
+    except ValueError:
+        return False
+    return bool(told["job"] == job.job and told["restart"] < job.restart)
 
 
 def check_same_training(folder: RunFolder, config: Config) -> None:
@@ -154,10 +207,9 @@ def check_same_training(folder: RunFolder, config: Config) -> None:
     stored = dict(flatten(read_toml(folder.path / CONFIG)))
     defaults = dict(flatten(Config.model_construct().model_dump(mode="json")))
     for key, value in flatten(config.model_dump(mode="json")):
-        kept = key == "micro_batch" and value is None  # was chosen then, and is not chosen again
         # A key that a version before did not know had its default then.
         before = stored.get(key, defaults.get(key))
-        if key not in FREE_TO_CHANGE and not kept and before != value:
+        if key not in FREE_TO_CHANGE and before != value:
             raise UserError(
                 f"{folder.path} is an unfinished run with {key} = {before!r}, now it is {value!r}",
                 "use the old value, or --name for a new run, or --resume never",
@@ -189,22 +241,47 @@ def _look(path: Path) -> str:
             return "free"
         if not path.is_dir():
             raise UserError(f"{path} is a file", "a run needs a folder: give another name or --run-dir")
+        if {inside.name for inside in path.iterdir() if not inside.name.startswith(".")} <= BEFORE_A_RUN:
+            return "free"  # weights were imported, a job waits in a queue, or another node is just beginning it
         if not (path / CONFIG).is_file():
             raise UserError(f"{path} is not a run folder (it has no {CONFIG})", "give another name or --run-dir")
         (path / CONFIG).read_bytes()
-        return "finished" if _last_kind(path / EVENTS) == "end" else "unfinished"
+        return "finished" if look_back(path).kind == "end" else "unfinished"
     except OSError as error:
-        raise UserError(f"cannot read the run folder {path}", (error.strerror or str(error)).lower()) from None
+        raise UserError(f"cannot read the run folder {path}", reason(error)) from None
 
 
-def _last_kind(events: Path) -> str | None:
-    kind = None
-    if events.exists():
-        for event in read_events(events):
-            kind = event["kind"]
-    return kind
+@dataclass(frozen=True)
+class History:
+    """What the events of a run say of it until now: zeros and None before there are any."""
+
+    attempt: int = 0
+    step: int = 0
+    micro_batch: int | None = None
+    most: int | None = None
+    """The micro-batch that memory had room for, where it ran out since the attempt that was asked for."""
+    kind: str | None = None
+    """The last event's."""
 
 
-def _attempts(path: Path) -> int:
-    events = path / EVENTS
-    return max([1, *(event["attempt"] for event in read_events(events))]) if events.exists() else 1
+def look_back(path: Path, first: int = 1) -> History:
+    """Read the events of a run folder once, and those of memory from the attempt `first` on."""
+    attempt, step, micro_batch, most, kind = 0, 0, None, None, None
+    for event in read_events(path / EVENTS) if (path / EVENTS).exists() else ():
+        if event["kind"] == "job":  # told from outside, at any time
+            continue
+        kind = event["kind"]
+        attempt = max(attempt, event["attempt"])
+        if kind == "step":
+            step = event.get("step", step)  # a log of another version may have less to say
+        elif kind == "start":
+            micro_batch = event.get("micro_batch")
+        elif kind == "failure" and event["attempt"] >= first:
+            most = event.get("micro_batch") or most
+    return History(attempt, step, micro_batch, most, kind)
+
+
+def this_attempt(path: Path, first: int) -> tuple[int, int | None]:
+    """The number of the start that begins now, where a launcher's first was `first`; and its largest micro-batch."""
+    history = look_back(path, first)
+    return max(first, history.attempt + 1), history.most

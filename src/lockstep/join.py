@@ -14,16 +14,17 @@ from torch.distributed import Store
 
 from lockstep.config import LaunchConfig, launch_config
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, choose_folder, create_folder, hold, settle_script_config
+from lockstep.folder import RunFolder, choose_folder, create_folder, hold, settle_script_config, this_attempt
+from lockstep.launch import LAUNCH
 from lockstep.layout import Layout
 from lockstep.recording import VerifySettings
 from lockstep.run import Run
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.device import choose_device
+from lockstep.runtime.device import backend_for, choose_device
 from lockstep.runtime.place import Place, cpus_per_rank, find_place, place_of
 
-LAUNCH = "LOCKSTEP_LAUNCH"
-"""What Lockstep's launcher tells its workers: a JSON object with run_dir, attempt, resume, options, perhaps verify."""
+SECONDS_FOR_THE_WATCHDOG = 30.0
+"""By how much groups wait longer than the watchdog: its sentence says more than their error."""
 
 
 def init(
@@ -59,9 +60,9 @@ def init(
     resolved = Layout.parse(config.layout).resolve(place.world_size)
     config = config.model_copy(update={"layout": str(resolved)})
     chosen = _take_device(place, config)
-    wanted = "nccl" if chosen.type == "cuda" and not config.share_gpu else "gloo"
-    backend_name = wanted if config.backend == "auto" else config.backend
-    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    auto = config.backend == "auto"
+    backend_name = backend_for(chosen.type, config.share_gpu) if auto else config.backend
+    timeout = datetime.timedelta(seconds=60 * config.timeout_minutes + SECONDS_FOR_THE_WATCHDOG)
     comm = Comm(place, resolved, chosen, backend_name, timeout, store)
 
     locks: list[IO[str]] = []
@@ -73,15 +74,16 @@ def init(
         return str(folder.path), folder.attempt
 
     if launch:
-        folder = RunFolder(Path(launch["run_dir"]), launch["attempt"])
-        resume = launch["resume"]
+        run_dir, resume = Path(launch["run_dir"]), launch["resume"]
+        number, launch["most"] = comm.once("count the starts", lambda: this_attempt(run_dir, launch["attempt"]))
+        folder = RunFolder(run_dir, number)
         if place.rank == 0:
             settle_script_config(folder.path, config)
     else:
         path, attempt = comm.once("run folder", choose)
         folder = RunFolder(Path(path), attempt)
     verify = VerifySettings(**launch["verify"]) if "verify" in launch else None
-    return Run(comm, resolved, chosen, config, folder, resume=resume, launched=bool(launch), locks=locks, verify=verify)
+    return Run(comm, resolved, chosen, config, folder, resume=resume, launch=launch, locks=locks, verify=verify)
 
 
 def _find_place(
@@ -106,5 +108,8 @@ def _take_device(place: Place, config: LaunchConfig) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ or place.launcher == "torchrun":
-        torch.set_num_threads(cpus_per_rank(place))  # torchrun sets 1 for everybody, whatever the machine has
+        # torchrun sets 1 for everybody, whatever the machine has; our launcher leaves what the user has set.
+        said = os.environ["OMP_NUM_THREADS"] if LAUNCH in os.environ else ""
+        cpus = cpus_per_rank(place)
+        torch.set_num_threads(min(cpus, int(said)) if said.isdigit() and int(said) > 0 else cpus)
     return device

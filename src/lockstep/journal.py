@@ -23,9 +23,10 @@ from lockstep.events import EventLog
 from lockstep.layout import Layout
 from lockstep.precision import number_formats
 from lockstep.runtime.place import Place
+from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric
 
-PER_STEP = ("step", "metric")
+PER_STEP = ("step", "metric", "ranks")
 SECONDS_BETWEEN_WRITES = 0.1
 
 
@@ -37,8 +38,9 @@ class Journal:
     call returns, with what came before them.
     """
 
-    def __init__(self, log: EventLog | None) -> None:
+    def __init__(self, log: EventLog | None, clock: StepClock) -> None:
         self._log = log
+        self._clock = clock
         self._waiting: deque[tuple[float, str, dict[str, Any]]] = deque()
         self._writing = threading.RLock()
         self._closing = threading.Event()
@@ -48,9 +50,11 @@ class Journal:
         if log is not None:
             self._writer.start()  # not with the first event: that may come while Python shuts down
         self._item, self._items_per_sample = "samples", 1
-        self._began = self._step_began = time.monotonic()
+        self._began = time.monotonic()
+        self.step_seconds = 0.0
+        """How long the last step took."""
         self.last_loss = math.nan
-        self._last_metrics: dict[str, dict[str, float]] = {}
+        self.last_metrics: dict[str, dict[str, float | None]] = {}
 
     def count_in(self, item: str, items_per_sample: int) -> None:
         """What throughput counts: so many items in each sample."""
@@ -94,14 +98,14 @@ class Journal:
             parameters=engine.parameter_count,
             host=socket.gethostname(),
         )
-        self._step_began = time.monotonic()
+        self._clock.start()
 
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
         self.last_loss = result.loss
+        self.step_seconds = self._clock.step_done(sum(len(p.ids) for p in batch.micro_batches if not p.filler))
         if self._log is None:  # nobody would read the copy of the norm
             return
-        now = time.monotonic()
         self.emit(
             "step",
             step=result.step,
@@ -111,39 +115,46 @@ class Journal:
             lr=result.lr,
             weight=result.weight,
             items=batch.samples * self._items_per_sample,
-            seconds=now - self._step_began,
+            seconds=self.step_seconds,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
         )
-        self._step_began = now
 
     def validation(
         self, step: int, epoch: float, results: Mapping[str, Metric], samples: int, seconds: float, best: bool
     ) -> None:
         """The validation data were scored."""
-        self._last_metrics = _as_json(results)
+        self.last_metrics = _as_json(results)
         self.emit(
             "validation",
             step=step,
             epoch=epoch,
             loss=results["loss"].value,
-            metrics=self._last_metrics,
+            metrics=self.last_metrics,
             samples=samples,
             seconds=seconds,
             best=best,
         )
-        self._step_began = time.monotonic()
+        self._clock.start()
 
     def test(self, step: int, results: Mapping[str, Metric], samples: int, seconds: float) -> None:
         """The test data were scored with the weights of `step`."""
         loss, metrics = results["loss"].value, _as_json(results)
         self.emit("test", step=step, loss=loss, metrics=metrics, samples=samples, seconds=seconds)
-        self._step_began = time.monotonic()
+        self._clock.start()
 
-    def checkpoint(self, step: int, path: str, seconds: float, size: int, best: bool) -> None:
-        """A checkpoint is on disk."""
-        self.emit("checkpoint", step=step, path=path, seconds=seconds, bytes=size, best=best)
-        self._step_began = time.monotonic()
+    def checkpoint(self, step: int, path: str, seconds: float, stall: float, size: int, best: bool) -> None:
+        """A checkpoint is on disk; of the seconds it took, the training waited for some."""
+        self.emit("checkpoint", step=step, path=path, seconds=seconds, stall=stall, bytes=size, best=best)
+
+    def flush(self) -> None:
+        """Write what waits: a run that goes on from here has the events of all steps before."""
+        if self._log is not None:
+            self._write()
+
+    def between_steps(self) -> None:
+        """What was done until now is not part of the next step's time."""
+        self._clock.start()
 
     def failure(self, step: int, error: BaseException) -> None:
         """An exception ends this attempt."""
@@ -158,7 +169,7 @@ class Journal:
             loss=self.last_loss,
             best_loss=best_loss,
             best_step=best_step,
-            metrics=self._last_metrics,
+            metrics=self.last_metrics,
             seconds=time.monotonic() - self._began,
         )
 
@@ -195,7 +206,7 @@ class Journal:
                 self._log.emit(kind, time=at, **_plain(fields))
 
 
-def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float]]:
+def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float | None]]:
     """The metrics of an evaluation, without its loss, which has a field of its own."""
     metrics = {name: metric for name, metric in results.items() if name != "loss"}
     return {name: {"sum": m.sum, "count": m.count, "value": m.value} for name, m in metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,13 @@ def free_bytes(device: torch.device) -> int:
 def _sharers(device: torch.device, local_ranks: int) -> int:
     """How many ranks take from that memory."""
     return -(-local_ranks // torch.cuda.device_count()) if device.type == "cuda" else local_ranks
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: of a GPU's memory, or on CPUs of the host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rank_memory() -> dict[str, int]:

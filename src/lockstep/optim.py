@@ -86,12 +86,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     start = torch.randn(4, 6, generator=draw)
     gradients = [torch.randn(4, 6, generator=draw) for _ in range(2)]
 
-    known = inspect.signature(type(optimizer)).parameters
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
-
     def trained(slices: list[slice]) -> torch.Tensor:
         parts = [torch.nn.Parameter(start[rows].clone()) for rows in slices]
-        twin = type(optimizer)(parts, **arguments)
+        twin = _twin(optimizer, parts)
         for gradient in gradients:
             for part, rows in zip(parts, slices, strict=True):
                 part.grad = gradient[rows].clone()
@@ -102,6 +99,25 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return torch.allclose(trained([slice(0, 4)]), trained([slice(0, 2), slice(2, 4)]), rtol=1e-5, atol=1e-7)
     except Exception:  # whatever an unknown optimizer raises when it is made from its own defaults
         return type(optimizer).__module__.partition(".")[0] != "torch"
+
+
+def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """How many numbers an optimizer keeps for each one it trains, found out on a small parameter."""
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    try:
+        twin = _twin(optimizer, [parameter])
+        twin.step()
+    except Exception:  # whatever an unknown optimizer raises when it is made from its own defaults
+        return 2
+    return sum(isinstance(value, torch.Tensor) and value.dim() > 0 for value in twin.state[parameter].values())
+
+
+def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """A new optimizer of the same kind for other parameters."""
+    known = inspect.signature(type(optimizer)).parameters
+    make: Any = type(optimizer)
+    return make(parameters, **{name: value for name, value in optimizer.defaults.items() if name in known})  # type: ignore[no-any-return]
 
 
 def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import atexit
 import math
+import operator
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self, TypeVar, get_args
 
@@ -17,18 +22,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from lockstep.checkpoint.format import checkpoints_folder, step_folder
-from lockstep.checkpoint.load import check_layout, cut_as_before, load_shard
-from lockstep.checkpoint.resume import check_whole, find_starting_point
-from lockstep.checkpoint.save import mark_best, prune, save_checkpoint
-from lockstep.checkpoint.state import (
-    check_groups,
-    engine_state,
-    merge_optimizers,
-    optimizer_groups,
-    restore_engine,
-    restore_model,
-)
+from lockstep.cadence import parse_duration
+from lockstep.checkpoint.export import check_target, export
+from lockstep.checkpoint.format import Group, open_or_refuse, step_folder
+from lockstep.checkpoint.manage import Checkpoints
+from lockstep.checkpoint.resume import cut_as_before
+from lockstep.checkpoint.state import check_groups, optimizer_groups
 from lockstep.config import (
     Attention,
     Compile,
@@ -36,10 +35,12 @@ from lockstep.config import (
     LaunchConfig,
     NumericsConfig,
     PipelineConfig,
+    RecoverConfig,
     ShardConfig,
     TensorConfig,
     numerics_config,
     pipeline_config,
+    recover_config,
     shard_config,
     tensor_config,
 )
@@ -57,14 +58,19 @@ from lockstep.data.order import Order, Position
 from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
-from lockstep.errors import UserError, unknown
+from lockstep.errors import SaveError, UserError, unknown
 from lockstep.events import EventLog, without_non_finite
 from lockstep.explain import describe
+from lockstep.faults.emergency import on_uncaught, save_in_emergency
+from lockstep.faults.recover import Alarm, Recovery, Surroundings
 from lockstep.faults.requests import Requests
+from lockstep.faults.stop import StopConditions
+from lockstep.faults.stragglers import StragglerWatch, ranks_event
+from lockstep.faults.watchdog import Watchdog
 from lockstep.folder import RunFolder
 from lockstep.journal import Journal
 from lockstep.layout import Layout
-from lockstep.memory import largest_micro_batch, rank_memory
+from lockstep.memory import largest_micro_batch, peak_bytes, rank_memory
 from lockstep.parallel.apply import (
     Cutting,
     Look,
@@ -84,6 +90,7 @@ from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.output import show_run
 from lockstep.runtime.place import cpus_per_rank
+from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric, MetricFunction, Perplexity
 
 MOST_WORKERS = 8
@@ -103,7 +110,7 @@ class Run:
         folder: RunFolder,
         *,
         resume: str,
-        launched: bool,
+        launch: Mapping[str, Any],
         locks: Sequence[IO[str]],
         verify: VerifySettings | None = None,
     ) -> None:
@@ -116,34 +123,47 @@ class Run:
         self.folder = folder
         self.requests = Requests()
         self.engine: Engine | None = None
+        self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # until the run folder was looked at
         self._comm = comm
         self._config = config
         self._locks = locks
         self._recorder = Recorder(verify, layout, comm.rank) if verify else None
-        self._keep = 2
         self._announced = self._closed = self._compiles = False
         self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
         self._pipeline = PipelineConfig()
         self._global_batch = 1
-        self.saved_step = -1  # the last step that was saved here
         self._attention: str | None = None
+        self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
-        self._undo_output, readers = show_run(folder, self.rank, launched, self.message)
-        self.journal = Journal(EventLog(folder.events, folder.attempt, readers) if self.is_main else None)
-        if not launched:
+        self._launch = launch
+        self._times = {"joined": time.time()}
+        self._stops = StopConditions(
+            folder.path, launch.get("began", time.time()), parse_duration(config.max_time) if config.max_time else None
+        )
+        self._undo_output, readers = show_run(folder, self.rank, bool(launch), self.message)
+        self._undo_hook = on_uncaught(partial(save_in_emergency, self))
+        self._clock = StepClock(device, self.world_size)
+        self._stragglers = StragglerWatch(layout)
+        log = EventLog(folder.events, folder.attempt, readers) if self.is_main else None
+        self.journal = Journal(log, self._clock)
+        if not launch:
             self.message(folder.announce())
             if line := unused_gpus(comm.place, device):
                 self.message(line, "warning")
+        self._watchdog = Watchdog(comm, 60 * config.timeout_minutes, folder.path, launch)
         try:
             warn = partial(self.message, level="warning")
-            self._start = find_starting_point(folder.path, resume, layout, self.seed, comm, warn)
+            self._checkpoints = Checkpoints(folder, resume, self.seed, comm, warn)
         except BaseException:
             self.leave()
             raise
-        self._progress = Progress(self._start.index["loaders"] if self._start else {})
-        self.best = self._start.best if self._start else None
-        if self._start and self._start.folder.parent.resolve() == checkpoints_folder(folder.path).resolve():
-            self.saved_step = self._start.index["step"]
+        self._progress = Progress(self._loaders_before)
+        self._stops.is_overtaken = self._checkpoints.is_overtaken
+        if self.is_main:
+            self._stops.begin()
+        self._watchdog.start()
+        if self.world_size > 1:
+            self._clock.listen()
         if threading.current_thread() is threading.main_thread():
             self.requests.listen()
         atexit.register(self._at_exit)
@@ -169,6 +189,7 @@ class Run:
         batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
         init: Literal["auto", "by-name"] = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
+        recover: RecoverConfig | Mapping[str, Any] | None = None,
     ) -> Engine:
         """Build the model as if on one device, cut it for the layout, and load the run's last checkpoint if it has one.
 
@@ -200,8 +221,9 @@ class Run:
             check_compile(compile, self.layout, shard, numerics, batch_norm)
             keep_on_disk(cache_folder() / "compile")
         self._pipeline = _told(pipeline_config, pipeline, self._config.pipeline)
-        if self._start is not None and self.layout.pp > 1:
-            self._pipeline = cut_as_before(self._pipeline, self.layout.pp, self._start.index)
+        before = self._checkpoints.training
+        if before is not None and self.layout.pp > 1:
+            self._pipeline = cut_as_before(self._pipeline, self.layout.pp, before.pipeline)
         matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         engine = self.engine = Engine(
@@ -219,6 +241,11 @@ class Run:
             compile_=compile,
             attention=attention,
             loss_reduction=loss_reduction,
+            recovery=Recovery(
+                # What is proved is compared, and its first difference named: a check in between would only stop it.
+                recover_config({"check_every": 0} if self._recorder else recover),
+                Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
+            ),
             observe=self._observe,
         )
         self._progress.clear()
@@ -229,7 +256,8 @@ class Run:
             cut = parallelize if self.layout.pp == 1 else parallelize_pipeline
             parallel = cut(build_model, look, *where)
             self._comm.agree(lambda: engine.attach(parallel))
-            check_groups(self._comm.gather(optimizer_groups(engine)))
+            groups = [group.model_dump(mode="json") for group in optimizer_groups(engine)]
+            check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
             if engine.pipeline is not None:
                 self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             for line in parallel.notes:
@@ -254,7 +282,7 @@ class Run:
             engine.when_data_is_known(explain)
         elif self.layout.pp > 1 or self.layout.team > 1:
             check_goes_together(self.layout, cutting, self.device.type == "cuda")
-            engine.steps_done = self._start.index["step"] if self._start else 0
+            engine.steps_done = self._checkpoints.step
             engine.when_data_is_known(prepare)
         else:
             self.status("building the model")
@@ -298,13 +326,16 @@ class Run:
             epochs = 1
         samples = dataset_size(dataset, name)
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
-        chosen = saved.get("micro_batch") or micro_batch or self._default_micro_batch(global_batch)
+        chosen = micro_batch or saved.get("micro_batch") or self._default_micro_batch(global_batch)
+        chosen = min(chosen, self._launch.get("most") or chosen)  # memory ran out with more
+        self._warn_of_micro_batch(chosen, saved.get("micro_batch"), global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate)
         if self._target_layout.pp > 1:
             check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
         self._show_first(dataset, order, collate)
+        saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
         if not saved and micro_batch is None:
             if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
                 self.status("measuring how many samples one forward can hold")
@@ -319,6 +350,7 @@ class Run:
             steps=steps,
             name=name,
             before_step=self._boundary,
+            reading_samples=partial(self._clock.stalled, "input"),
             steps_done=saved.get("steps_done", 0),
         )
         self._progress.add(loader)
@@ -385,37 +417,55 @@ class Run:
             return engine.steps_done
         if self.saved_step != engine.steps_done:
             self.save()
-        folder = step_folder(self.folder.path, self.best[0])
-        self.status(f"loading {folder.name}")
-        self._comm.once("check the best checkpoint", lambda: str(check_whole(folder)))
-        check_layout(folder, self.layout)
-        engine.rest()
-        restore_model(engine, load_shard(folder, self._shard_number)[0])
-        return self.best[0]
+        self._finish_saving()
+        self.status(f"loading the best checkpoint, of step {self.best[0]}")
+        self._best_in_model = (engine.steps_done, self._checkpoints.load_best(engine))
+        return self._best_in_model[1]
 
-    def save(self, best_loss: float | None = None) -> None:
-        """Write a checkpoint of the whole run; every rank calls it. With `best_loss` it is marked as the best one."""
+    def save(self, best_loss: float | None = None, *, wait: bool = False, emergency: str | None = None) -> None:
+        """Write a checkpoint of the whole run; every rank calls it. With `best_loss` it is marked as the best one.
+
+        The training goes on while it is written, from a copy; with `wait` it is on disk when this returns. One that
+        cannot be written stops the run at the next step. `emergency` marks one as saved before a failure, and why.
+        """
         engine = self._need_engine("save")
+        began = time.monotonic()
         engine.check_last_gradient()
-        started = time.monotonic()
-        tensors, meta = engine_state(engine)
-        if self.layout.pp > 1:
-            meta["optimizer"] = merge_optimizers(self._comm.gather(meta["optimizer"]))
-        meta["seed"] = self.seed
-        meta["loaders"] = self._progress.positions
-        meta["loss"] = without_non_finite(self.journal.last_loss)
-        at = self.layout.coordinate(self.rank)
-        shard, writes = self._shard_number, at["dp"] == at["cp"] == 0
-        size = save_checkpoint(self.folder.path, tensors, meta, comm=self._comm, shard=shard, writes=writes)
-        step = self.saved_step = engine.steps_done
-        if best_loss is not None:
-            self.best = (step, best_loss)
-        if self.is_main:
-            if best_loss is not None:
-                mark_best(self.folder.path, step, best_loss)
-            prune(self.folder.path, self._keep, self.best[0] if self.best else None)
-        path = step_folder(self.folder.path, step).relative_to(self.folder.path)
-        self.journal.checkpoint(step, str(path), time.monotonic() - started, size, best_loss is not None)
+        self._finish_saving()
+        self.journal.flush()
+        loss = self.journal.last_loss
+        self._checkpoints.save(
+            engine,
+            loaders=self._progress.positions,
+            loss=loss if math.isfinite(loss) else None,
+            metrics=without_non_finite(self.journal.last_metrics),
+            best_loss=best_loss,
+            emergency=emergency,
+            wait=wait,
+            began=began,
+        )
+        self._report_saved()
+        self.journal.between_steps()
+
+    def export(self, path: str | Path, *, optimizer: bool = False) -> None:
+        """Write the whole model, as it is now, to one file that any PyTorch program reads; every rank calls it.
+
+        NAME.pt is for `torch.load(path, weights_only=True)` and may have the optimizer too, NAME.safetensors for
+        safetensors, a folder gets shards with an index. It is a checkpoint first, from which rank 0 copies tensor by
+        tensor: no rank ever holds more of the model than one tensor.
+        """
+        engine = self._need_engine("export")
+        self._comm.agree(lambda: check_target(Path(path), optimizer))
+        self.save(wait=True)
+        self._finish_saving()
+        self.status(f"writing {path}")
+        done, loaded = self._best_in_model
+        step = loaded if done == engine.steps_done else engine.steps_done
+
+        def write() -> None:
+            export(open_or_refuse(step_folder(self.folder.path, step)), Path(path), optimizer=optimizer)
+
+        self._comm.once("export the model", write)
 
     def log(self, **values: Any) -> None:
         """Record numbers of the script's own (also of numpy and torch) with the current step."""
@@ -448,6 +498,7 @@ class Run:
             return
         if self.engine is not None:
             self.engine.check_last_gradient()
+        self._finish_saving()
         self.journal.end(self._steps_done, self.best)
         self.leave()
 
@@ -461,9 +512,14 @@ class Run:
             for lock in self._locks:
                 everything.callback(lock.close)
             everything.callback(self._undo_output)
+            everything.callback(self._undo_hook)
             everything.callback(self._comm.close)
+            everything.callback(self._clock.restore)
+            everything.callback(self._watchdog.close)
             everything.callback(self.journal.close)
             everything.callback(self.requests.close)
+            if self._checkpoints is not None:  # before signals mean something else again
+                everything.callback(self._checkpoints.leave)
             if self._garbage:
                 everything.callback(self._garbage.restore)
 
@@ -474,6 +530,7 @@ class Run:
         if error is None:
             self.close()
         else:
+            save_in_emergency(self, error)
             with suppress(Exception):  # the script's own error is the one to show
                 if not isinstance(error, SystemExit | KeyboardInterrupt):
                     self.journal.failure(self._steps_done, error)
@@ -481,24 +538,70 @@ class Run:
 
     # What the trainer calls too -----------------------------------------------------------------------------------
 
-    def keep_checkpoints(self, count: int) -> None:
-        """How many of the last checkpoints stay beside the best."""
-        self._keep = count
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and validation loss of the best checkpoint so far."""
+        return self._checkpoints.best
+
+    @property
+    def saved_step(self) -> int:
+        """The last step that was saved, -1 before that."""
+        return self._checkpoints.saved_step
+
+    @property
+    def has_unsaved_steps(self) -> bool:
+        """Whether steps were done that no checkpoint has."""
+        is_ready = self.engine is not None and self.engine.is_ready and not self._closed
+        return is_ready and self._steps_done > max(self.saved_step, self._checkpoints.step)
+
+    def keep_checkpoints(self, count: int, every: int | None = None) -> None:
+        """How many of the last checkpoints stay beside the best, and those of every so many steps."""
+        for what, value in (("count", count), ("every", every)):
+            if value is not None and value < 1:
+                raise UserError(f"keep_checkpoints was given {what} = {value}", "give a whole number from 1")
+        self._checkpoints.keep, self._checkpoints.keep_every = count, every
 
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _restore(self, engine: Engine) -> None:
         """Load the run's checkpoint, if it goes on from one."""
-        if self._start is not None:
-            self.journal.last_loss = float(self._start.index.get("loss", "NaN"))
-            self.status(f"loading {self._start.folder.name}")
-            restore_engine(engine, *load_shard(self._start.folder, self._shard_number))
+        if (start := self._checkpoints.start) is not None:
+            self.status(f"loading {start.folder.name}")
+            self._checkpoints.restore(engine)
+            self._progress.go_on_from(self._loaders_before)
+            if (training := self._checkpoints.training) is not None:
+                self.journal.last_loss = math.nan if training.loss is None else training.loss
+                self.journal.last_metrics = dict(training.metrics)
+        self._checkpoints.check_room(engine)
+
+    def _alarm(self, alarm: Alarm) -> None:
+        self.journal.emit("alarm", **asdict(alarm))
+
+    def _roll_back(self, step: int) -> None:
+        """Put the last checkpoint into the engine, which goes on from `step`."""
+        self._finish_saving()
+        back = self._checkpoints.roll_back(self._need_engine("setup"))
+        taken = f"step {step} is" if step == back + 1 else f"steps {back + 1}-{step} are"
+        text = f"{taken} taken back: weights and optimizer are those of step {back} again"
+        self.message(f"{text}; the steps count on from there, and their samples are passed over", "warning")
+        self.journal.between_steps()
 
     @property
-    def _shard_number(self) -> int:
-        """Which of a checkpoint's shards is this rank's."""
-        at = self.layout.coordinate(self.rank)
-        return (at["pp"] * self.layout.fsdp + at["fsdp"]) * self.layout.tp + at["tp"]
+    def _loaders_before(self) -> dict[str, dict[str, Any]]:
+        """Where the loaders stood in the checkpoint that the run goes on from."""
+        training = self._checkpoints.training
+        return {name: state.model_dump() for name, state in training.loaders.items()} if training else {}
+
+    def _report_saved(self) -> None:
+        """Tell of a checkpoint that is complete on disk by now."""
+        if (saved := self._checkpoints.completed()) is not None:
+            path = step_folder(self.folder.path, saved.step).relative_to(self.folder.path)
+            self.journal.checkpoint(saved.step, str(path), saved.seconds, saved.stall, saved.bytes, saved.best)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        self._checkpoints.wait()
+        self._report_saved()
 
     @property
     def _target_layout(self) -> Layout:
@@ -512,6 +615,21 @@ class Run:
         if layout.pp > 1:
             return choose_micro_batch(self._pipeline, layout.pp, global_batch, layout.data_size)
         return -(-global_batch // self.layout.data_size)
+
+    def _warn_of_micro_batch(self, chosen: int, before: int | None, global_batch: int) -> None:
+        """Say when a run goes on with other micro-batches, or with too few for the ranks it has now."""
+        if before is not None and chosen != before:
+            text = (
+                f"micro_batch is {chosen} now and was {before}: dropout masks and BatchNorm follow micro-batches, and"
+            )
+            self.message(f"{text} differ from here on", "warning")
+        idle = self.layout.data_size - -(-global_batch // chosen)
+        if before is not None and idle > 0:
+            fair = -(-global_batch // self.layout.data_size)
+            text = (
+                f"{idle} of {self.layout.data_size} data ranks have nothing to do, because the run keeps micro_batch = "
+            )
+            self.message(f"{text}{chosen}: micro_batch = {fair} would share the batch out", "warning")
 
     def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
@@ -547,29 +665,56 @@ class Run:
                 read.append(0 if batch.filler else len(batch.ids))
                 yield batch
 
-        results = engine.evaluate(counted(evaluation_batches(dataset, order, reading)), metrics)
+        with self._clock.paused():
+            results = engine.evaluate(counted(evaluation_batches(dataset, order, reading)), metrics)
+            samples = int(self._comm.sum_over_data([float(sum(read))])[0])
         if perplexity:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
-        return results, int(self._comm.sum_over_data([float(sum(read))])[0])
+        return results, samples
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         self._progress.step_done(batch)
+        self._report_recovery(result.step)
         self.journal.step(result, batch, self._progress.epoch(batch))
         if self.engine and self.engine.attention != self._attention:
             self._attention = self.engine.attention
             self.journal.emit("config", attention=self._attention)
-        if result.skipped and result.weight > 0:
+        if result.overflowed:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
             self.message(f"the gradients of {at}: the step is skipped, the scale halved")
+        if "ranks" in self.requests.agreed or self._progress.is_read:
+            self._report_ranks(last=self._progress.is_read)
         if self._recorder and self._recorder.step(result, batch, self._progress.loaders[batch.loader]):
             self._comm.barrier()  # nobody leaves while another one still gathers tensors
             self.leave()
             raise SystemExit(0)
 
+    def _report_recovery(self, step: int) -> None:
+        """After the first step of a start that follows a failure: where the time between went."""
+        if (failed := self._launch.get("restart")) and "done" not in self._times:
+            self._times["done"] = time.time()
+            moments = [failed["failed"], failed["stopped"], *(self._times[at] for at in ("joined", "ready", "done"))]
+            spans = dict(zip(("stop", "start", "load", "step"), map(operator.sub, moments[1:], moments), strict=True))
+            self.journal.emit("recovered", step=step, seconds=spans)
+
+    def _report_ranks(self, *, last: bool) -> None:
+        """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
+        spent = self._clock.take(last=last)
+        own = {**asdict(spent), "memory": peak_bytes(self.device), "host": socket.gethostname()}
+        ranks = self._comm.gather(own)
+        if self.is_main:
+            step, event = self._steps_done, ranks_event(ranks)
+            self.journal.emit("ranks", step=step, **event)
+            if (slow := self._stragglers.look(event)) is not None:
+                self.journal.emit("straggler", step=step, **asdict(slow))
+                self.message(slow.text, "warning")
+        self.journal.between_steps()
+
     def _boundary(self) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
             self._announced = True
+            self._times["ready"] = time.time()
             self._garbage = GarbageCollection()
             engine, loader = self._need_engine("loader"), self._progress.first
             assert loader is not None
@@ -583,11 +728,25 @@ class Run:
                 self._recorder.begin(engine)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
+        if self.is_main and (why := self._stops.reason(self._checkpoints.save_seconds, self.journal.step_seconds)):
+            self.requests.ask("terminate", why)
+        if self.is_main and self._clock.is_due:
+            self.requests.ask("ranks")
+        if self._clock.steps and self._progress.is_read:  # a stream, whose last step did not know that it was
+            self._report_ranks(last=True)
+        if "unsaved" in self.requests.agreed:
+            self._finish_saving()
+        elif self._checkpoints.has_failed:
+            self.requests.ask("unsaved")
+        else:
+            self._report_saved()
         for request, reason, code in (("interrupt", "interrupted", 130), ("terminate", "terminated", 75)):
             if request in self.requests.agreed:
                 self.status("saving before the stop")
-                self.save()
-                text = f"stopped after step {self._steps_done} with a complete checkpoint; the same command goes on"
+                self.save(wait=True)
+                self._finish_saving()
+                why = self.requests.why.get(request, "asked by a signal")
+                text = f"{why}; the checkpoint of step {self._steps_done} is complete, and the same command goes on"
                 self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
@@ -621,7 +780,14 @@ class Run:
             with suppress(Exception):
                 self.journal.failure(self._steps_done, error)
         if error is None and self._progress.is_read:
-            self.close()
+            try:
+                self.close()
+            except SaveError as failed:
+                # Python would print it and exit with 0.
+                self.journal.failure(self._steps_done, failed)
+                self.leave()
+                print(f"lockstep: {failed}", file=sys.stderr, flush=True)
+                os._exit(1)
         else:
             self.leave()
 

@@ -25,6 +25,9 @@ from lockstep.recipes.task import task_of
 from lockstep.run import Run
 from lockstep.scoring import Metric
 
+SAMPLE_LENGTH = 240
+TEMPERATURE = 0.7
+
 
 class Trainer:
     """Trains a recipe. `fit()` goes to the end; iterating it gives every step's result to the code in between.
@@ -50,7 +53,7 @@ class Trainer:
         self.config = config
         self.last_validation: dict[str, Metric] = {}
         self.last_test: dict[str, Metric] = {}
-        self.run.keep_checkpoints(config.keep)
+        self.run.keep_checkpoints(config.keep, config.keep_every)
         self.run.status("reading the data")
         self.task = task_of(config)
         self.run.journal.count_in(self.task.item, self.task.items_per_sample)
@@ -85,11 +88,11 @@ class Trainer:
             self.validate()
         if run.saved_step != engine.steps_done:
             self.save()
-        if self.task.showcase:
+        if self.task.generate and self.task.prompt:
             run.status("generating a sample")
             with engine.scoring():
-                prompt, text = self.task.showcase(engine.model)
-            run.journal.emit("sample", step=engine.steps_done, prompt=prompt, text=text)
+                text = self.task.generate(engine.model, self.task.prompt, SAMPLE_LENGTH, TEMPERATURE, self.config.seed)
+            run.journal.emit("sample", step=engine.steps_done, prompt=self.task.prompt, text=text)
         self.test()
         run.close()
 
@@ -133,6 +136,7 @@ class Trainer:
             compile=config.compile,
             attention=config.attention,
             shard=config.shard,
+            recover=config.recover,
             pipeline=config.pipeline,
             tensor=config.tensor,
             batch_norm=config.batch_norm,

@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
+import pytest
+
+from lockstep.cli import main
 
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SECONDS = 100
+SMALL_LM = (
+    "--set",
+    "model.width=32",
+    "--set",
+    "model.layers=2",
+    "--set",
+    "model.context=32",
+    "--set",
+    "global_batch=8",
+)
 
 
-def lockstep(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def in_this_process(folder: Path, *args: str, **environment: str) -> Done:
+    """`lockstep ARGS` where no process of its own matters: this one has imported everything already."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        mock.patch("sys.argv", ["lockstep", *args]),
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as exit_,
+    ):
+        main()
+    assert isinstance(exit_.value.code, int | None)
+    return Done(exit_.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def lockstep(
+    folder: Path, *args: str, seconds: float = SECONDS, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `lockstep ARGS` in a folder to its end."""
-    return run(folder, *LOCKSTEP, *args, **environment)
+    return run(folder, *LOCKSTEP, *args, seconds=seconds, **environment)
 
 
-def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, seconds: float = SECONDS, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run any command in a folder to its end."""
     return subprocess.run(
         command,
@@ -31,7 +75,7 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
         env=clean_environment() | environment,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=seconds,
         check=False,
     )
 
@@ -54,6 +98,7 @@ def clean_environment() -> dict[str, str]:
         "RANK",
         "WORLD_SIZE",
         "LOCAL_",
+        "GROUP_",
         "MASTER_",
         "SLURM_",
         "OMPI_",
@@ -61,8 +106,18 @@ def clean_environment() -> dict[str, str]:
         "LOCKSTEP_",
         "TORCHELASTIC_",
         "OMP_",
+        "GLOO_",
+        "NCCL_",
+        "TP_",
     )
     return {key: value for key, value in os.environ.items() if not key.startswith(strange)}
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def events(run_folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -81,14 +136,20 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> N
         time.sleep(0.05)
 
 
-def workers_of(run_folder: Path) -> list[psutil.Process]:
-    """The worker processes of a run that are alive."""
+def started_for(run_folder: Path) -> list[psutil.Process]:
+    """What the launchers of a run have started that is alive; other tests have runs of the same name."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "lockstep.launch.worker" in command and any(run_folder.name in part for part in command):
-            found.append(process)
+        if "lockstep.launch.worker" in (process.info["cmdline"] or []):
+            with suppress(psutil.Error):
+                here = Path(process.cwd()) / process.environ()["LOCKSTEP_RUN_DIR"]
+                found += [process] if here.resolve() == run_folder.resolve() else []
     return found
+
+
+def ranks_of(run_folder: Path) -> list[psutil.Process]:
+    """The ranks among them."""
+    return [process for process in started_for(run_folder) if process.name().startswith("lockstep-rank")]
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.data import sets
-from tests.cli.commands import events, lockstep
+from tests.cli.commands import events, in_this_process, lockstep
 from tests.sets import Server, plain_set, serve, write_mnist, write_wikitext2
 
 Command = Callable[..., int]
@@ -90,11 +90,12 @@ def test_the_real_list_names_every_set():
     assert set(sets.SETS) == {"wikitext2", "mnist", "cifar10"}
 
 
+@pytest.mark.slow
 def test_training_on_a_folder_of_ones_own_ends_with_a_line_about_the_test_data(tmp_path):
     write_wikitext2(tmp_path / "texts")
     small = ("model.width=16", "model.hidden=16", "model.context=16", "global_batch=8", "micro_batch=2", "epochs=1")
     options = [part for value in ("data.path=texts", *small) for part in ("--set", value)]
-    done = lockstep(tmp_path, "train", "wikitext2", *options, "--json")
+    done = lockstep(tmp_path, "train", "wikitext2", *options, "--nproc", "1", "--json")
     assert done.returncode == 0, done.stderr
     [test] = events(tmp_path / "runs" / "wikitext2", "test")
     result = json.loads(done.stdout)["test"]
@@ -107,7 +108,7 @@ def test_training_on_a_folder_of_ones_own_ends_with_a_line_about_the_test_data(t
 
 def test_a_run_without_its_data_starts_nothing_and_with_them_suggests_commands_that_work(tmp_path):
     cache = str(tmp_path / "cache")
-    refused = lockstep(tmp_path, "train", "mnist", LOCKSTEP_CACHE=cache)
+    refused = in_this_process(tmp_path, "train", "mnist", LOCKSTEP_CACHE=cache)
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
     assert f"the data set mnist is not in the cache folder {cache}: run `lockstep fetch mnist`" in refused.stderr

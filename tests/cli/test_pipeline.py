@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cli.commands import MODEL_OF_BLOCKS, events, lockstep
+import pytest
+
+from tests.cli.commands import MODEL_OF_BLOCKS, SMALL_LM, events, lockstep
 
 SCRIPT = (
     MODEL_OF_BLOCKS
@@ -23,6 +25,7 @@ for batch in run.loader(Samples(), global_batch=16):
 )
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_script_is_explained_and_then_proved(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     explained = lockstep(tmp_path, "verify", "script.py", "--layout", "pp=2", "--explain", "--json", COLUMNS="160")
@@ -51,9 +54,8 @@ def test_a_script_that_reads_a_value_is_refused_with_its_line_and_leaves_nothing
 
 
 def test_a_recipe_trains_as_a_pipeline_and_says_how_it_is_cut(tmp_path: Path) -> None:
-    done = lockstep(
-        tmp_path, "train", "lm", "--layout", "pp=2", "--steps", "3", "--set", "schedule.warmup_steps=1", "--json"
-    )
+    options = (*SMALL_LM, "--layout", "pp=2", "--steps", "3", "--set", "schedule.warmup_steps=1", "--json")
+    done = lockstep(tmp_path, "train", "lm", *options)
     assert done.returncode == 0, done.stderr
     said = [event["text"] for event in events(tmp_path / "runs" / "lm", "message")]
     assert any(text.startswith("1f1b pipeline: 2 stages, cut before blocks.") for text in said)

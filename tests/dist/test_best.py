@@ -12,6 +12,7 @@ import torch
 import lockstep
 from lockstep.layout import Layout
 from tests.cli.commands import events
+from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
     SEED,
@@ -80,8 +81,13 @@ def test_the_test_data_are_scored_once_at_the_end_and_counted_whole(one_process,
             assert metric["sum"] / metric["count"] == pytest.approx(event["loss"], rel=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", SMALL)
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    others_slow(
+        [(recipe, layout) for recipe in SMALL for layout in LAYOUTS],
+        [("wikitext2", "dp=3"), ("mnist", "dp=2"), ("cifar10", "fsdp=2")],
+    ),
+)
 def test_every_layout_gives_the_numbers_of_one_process(ranks: RankPool, sets, one_process, recipe, layout):
     found = ranks.run(train, Layout.parse(layout).world_size, recipe, sets[recipe], layout)[0]
     for kind in ("validation", "test"):
@@ -195,6 +201,7 @@ def test_a_best_checkpoint_that_was_damaged_is_not_tested(tmp_path: Path):
         for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, steps=1, workers=0):
             engine.step(batch)
         run.validate(RaggedTexts(3))
+        run._checkpoints.wait()
         [shard] = (tmp_path / "run" / "checkpoints" / "step-00000001").glob("*.safetensors")
         shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
         with pytest.raises(lockstep.UserError, match="is damaged"):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.scoring import Metric
 from lockstep.layout import Layout
+from lockstep.scoring import Metric
+from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,
@@ -30,6 +31,7 @@ from tests.ranks import Job, RankPool
 SIZES = (1, 5, 21, 97)
 MICRO_BATCH = 4
 LAYOUTS = ["dp=2", "dp=3", "dp=4", "fsdp=2", "fsdp=3", "fsdp=4", "dp=2,fsdp=2"]
+QUICK = ["dp=2", "fsdp=3", "dp=2,fsdp=2"]
 SOURCES = ("map", "stream")
 
 Results = dict[tuple[str, int], dict[str, Metric]]
@@ -76,7 +78,7 @@ def test_one_process_counts_every_sample_and_label(one_process: Results) -> None
         assert found["loss"].value == pytest.approx(found["loss"].sum / labels if labels else float("nan"), nan_ok=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_metrics_over_any_number_of_samples_equal_those_of_one_process(
     ranks: RankPool, one_process: Results, layout: str
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.parallel import materialise
+from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
     LENGTH,
@@ -24,6 +26,7 @@ from tests.parity.problems import (
     WIDTH,
     ConvNet,
     RaggedTexts,
+    Tensors,
     TinyGPT,
     adamw,
     error_of,
@@ -35,6 +38,7 @@ from tests.parity.problems import (
 from tests.ranks import Job, RankPool
 
 LAYOUTS = ["dp=2", "dp=3", "fsdp=2", "fsdp=4", "dp=2,fsdp=2"]
+QUICK = ["dp=2", "fsdp=2", "dp=2,fsdp=2"]
 
 
 def world_size(layout: str) -> int:
@@ -172,7 +176,7 @@ def one_process(ranks: RankPool) -> dict[str, dict[str, str]]:
 # ---- The same weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_a_small_model_starts_with_the_weights_of_one_process(
     ranks: RankPool, one_process: dict[str, dict[str, str]], layout: str
 ) -> None:
@@ -181,7 +185,7 @@ def test_a_small_model_starts_with_the_weights_of_one_process(
         assert found == {name: one_process[name] for name in names}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_a_large_model_that_rank_0_sends_starts_with_the_weights_of_one_process(
     ranks: RankPool, one_process: dict[str, dict[str, str]], layout: str
 ) -> None:
@@ -190,7 +194,7 @@ def test_a_large_model_that_rank_0_sends_starts_with_the_weights_of_one_process(
         assert found == {name: one_process[name] for name in names}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_a_model_that_initialises_itself_starts_alike_in_every_layout(
     ranks: RankPool, one_process: dict[str, dict[str, str]], layout: str
 ) -> None:
@@ -228,63 +232,66 @@ def test_modules_of_one_kind_start_apart(one_process: dict[str, dict[str, str]])
             assert tensors[key] != tensors[key.replace("blocks.0", "blocks.1")]
 
 
-def buffers_on_rank(job: Job, layout: str, name: str) -> list[bool]:
-    model, options = MODELS[name]
+def buffers_on_rank(job: Job, layout: str, names: list[str]) -> dict[str, list[bool]]:
+    """Whether each buffer has its values."""
+    found = {}
     with join(job, layout) as run, sent_by_rank_0():
-        engine = run.setup(model, text_loss, optimizer=adamw, **options)
-        buffers = dict(engine.model.named_buffers())
-        positions = torch.arange(LENGTH * WIDTH).view(LENGTH, WIDTH)
-        if name == "by-name":
-            return [torch.equal(buffers["waves.table"], positions.sin())]
-        if name == "by-name init_weights":
-            return [torch.equal(buffers["waves"], positions.cos())]
-        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        return [torch.equal(buffers[f"blocks.{i}.attention.causal"], causal) for i in range(2)] + [
-            torch.equal(buffers["waves"], TinyGPT().waves)
-        ]
+        for name in names:
+            model, options = MODELS[name]
+            engine = run.setup(model, text_loss, optimizer=adamw, **options)
+            found[name] = right_buffers(name, dict(engine.model.named_buffers()))
+    return found
 
 
-@pytest.mark.parametrize("name", ["tied", "by-name", "by-name init_weights"])
+def right_buffers(name: str, buffers: Tensors) -> list[bool]:
+    positions = torch.arange(LENGTH * WIDTH).view(LENGTH, WIDTH)
+    if name == "by-name":
+        return [torch.equal(buffers["waves.table"], positions.sin())]
+    if name == "by-name init_weights":
+        return [torch.equal(buffers["waves"], positions.cos())]
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return [torch.equal(buffers[f"blocks.{i}.attention.causal"], causal) for i in range(2)] + [
+        torch.equal(buffers["waves"], TinyGPT().waves)
+    ]
+
+
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
-def test_buffers_that_no_checkpoint_holds_are_right_on_every_rank(ranks: RankPool, layout: str, name: str) -> None:
-    for right in ranks.run(buffers_on_rank, 2, layout, name):
-        assert all(right)
+def test_buffers_that_no_checkpoint_holds_are_right_on_every_rank(ranks: RankPool, layout: str) -> None:
+    for found in ranks.run(buffers_on_rank, 2, layout, ["tied", "by-name", "by-name init_weights"]):
+        assert found == {"tied": [True] * 3, "by-name": [True], "by-name init_weights": [True]}
 
 
 # ---- Ties
 
 
-def ties(job: Job, layout: str, name: str, large: bool) -> list[bool]:
+def ties(job: Job, layout: str, cases: list[tuple[str, bool]]) -> dict[tuple[str, bool], list[bool]]:
     """Whether head and embedding are one parameter: after the set-up, and after a step."""
-    model, options = MODELS[name]
+    found = {}
     with join(job, layout) as run:
-        if large:
-            with sent_by_rank_0():
+        for name, large in cases:
+            model, options = MODELS[name]
+            with sent_by_rank_0() if large else nullcontext():
                 engine = run.setup(model, text_loss, optimizer=adamw, **options)
-        else:
-            engine = run.setup(model, text_loss, optimizer=adamw, **options)
-        built: Any = engine.model
-        found = [built.head.weight is built.embedding.weight]
-        engine.step(next(iter(run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, workers=0))))
-        found.append(built.head.weight is built.embedding.weight)
-        found.append("head.weight" not in dict(built.named_parameters()))
-        return found
+            built: Any = engine.model
+            tied = found[name, large] = [built.head.weight is built.embedding.weight]
+            engine.step(next(iter(run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, workers=0))))
+            tied.append(built.head.weight is built.embedding.weight)
+            tied.append("head.weight" not in dict(built.named_parameters()))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "large"),
-    [("tied", False), ("tied", True), ("by-name", False), ("by-name init_weights", False), ("on meta", False)],
-)
 @pytest.mark.parametrize("layout", ["single", "dp=2", "fsdp=2"])
-def test_tied_weights_stay_one_parameter(ranks: RankPool, layout: str, name: str, large: bool) -> None:
-    for found in ranks.run(ties, world_size(layout), layout, name, large):
-        assert all(found)
+def test_tied_weights_stay_one_parameter(ranks: RankPool, layout: str) -> None:
+    cases = [("tied", False), ("tied", True), ("by-name", False), ("by-name init_weights", False), ("on meta", False)]
+    for found in ranks.run(ties, world_size(layout), layout, cases):
+        assert found == {case: [True] * 3 for case in cases}
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp=2"])
 def test_a_tied_weight_may_be_initialised_under_one_of_its_names(ranks: RankPool, layout: str) -> None:
-    for found in ranks.run(ties, world_size(layout), layout, "on meta first name only", False):
-        assert all(found)
+    case = ("on meta first name only", False)
+    for found in ranks.run(ties, world_size(layout), layout, [case]):
+        assert found == {case: [True] * 3}
 
 
 # ---- Refusals
@@ -359,22 +366,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def refusal(job: Job, layout: str, name: str) -> Exception | None:
-    model, options, _ = REFUSED[name]
+def refusals(job: Job, layout: str, names: list[str]) -> dict[str, Exception | None]:
     with join(job, layout) as run:
-        return error_of(lambda: run.setup(model, text_loss, optimizer=adamw, **options))
+        return {
+            name: error_of(partial(run.setup, REFUSED[name][0], text_loss, optimizer=adamw, **REFUSED[name][1]))
+            for name in names
+        }
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
-def test_a_model_without_sure_weights_is_refused_by_name_on_every_rank(ranks: RankPool, layout: str, name: str) -> None:
-    for error in ranks.run(refusal, 2, layout, name):
-        assert isinstance(error, UserError)
+def test_a_model_without_sure_weights_is_refused_by_name_on_every_rank(ranks: RankPool, layout: str) -> None:
+    for errors in ranks.run(refusals, 2, layout, list(REFUSED)):
+        assert_refused(errors)
+
+
+def test_one_process_refuses_what_several_would(ranks: RankPool) -> None:
+    (errors,) = ranks.run(refusals, 1, "single", ["no way to initialise", "by-name, no way", "uninitialised buffer"])
+    assert_refused(errors)
+
+
+def assert_refused(errors: dict[str, Exception | None]) -> None:
+    for name, error in errors.items():
+        assert isinstance(error, UserError), name
         assert REFUSED[name][2] in str(error)
-
-
-@pytest.mark.parametrize("name", ["no way to initialise", "by-name, no way", "uninitialised buffer"])
-def test_one_process_refuses_what_several_would(ranks: RankPool, name: str) -> None:
-    (error,) = ranks.run(refusal, 1, "single", name)
-    assert isinstance(error, UserError)
-    assert REFUSED[name][2] in str(error)

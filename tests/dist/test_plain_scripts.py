@@ -154,19 +154,27 @@ def test_what_is_logged_is_what_it_was_at_that_moment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), "text", None, True, [1.0]])
 def test_what_is_no_number_is_refused_where_it_is_logged_and_nothing_is_left_open(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UserError, match="run.log was given value"), begin(tmp_path / "run") as run:
-        engine = run.setup(perceptron, squared, optimizer=adamw)
-        for batch in run.loader(Pairs(), 8, micro_batch=4, steps=2, workers=0):
-            engine.step(batch)
-            run.log(value=value)
+    def log_it() -> None:
+        with begin(tmp_path / "run") as run:
+            engine = run.setup(perceptron, squared, optimizer=adamw)
+            for batch in run.loader(Pairs(), 8, micro_batch=4, steps=2, workers=0):
+                engine.step(batch)
+                run.log(value=value)
+
+    with pytest.raises(UserError, match=r"run\.log was given value"):
+        log_it()
     assert gc.isenabled()
     begin(tmp_path / "run").leave()  # the folder is free again
 
 
 def test_the_scripts_own_error_is_the_one_that_is_shown(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the real one"), begin(tmp_path / "run") as run:
-        run.journal.close()
-        raise ValueError("the real one")
+    def fail() -> None:
+        with begin(tmp_path / "run") as run:
+            run.journal.close()
+            raise ValueError("the real one")
+
+    with pytest.raises(ValueError, match="the real one"):
+        fail()
 
 
 def test_a_closed_run_says_so(tmp_path: Path) -> None:

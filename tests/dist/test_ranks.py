@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ranks import Job, RankFailed, RankPool
+from tests.ranks import MOST_LEFT_GROUPS, Job, RankFailed, RankPool
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +108,24 @@ def test_processes_are_reused_and_added_when_needed(ranks: RankPool) -> None:
     assert len(set(four)) == 4
     assert four[:2] == two
     assert ranks.run(pid, 4) == four
+
+
+KEPT: list[object] = []
+
+
+def leave_groups(job: Job, count: int) -> int:
+    import torch.distributed as dist
+
+    for number in range(count):
+        store = dist.FileStore(str(job.folder / str(number)), job.world_size)
+        KEPT.append(dist.ProcessGroupGloo(store, job.rank, job.world_size, datetime.timedelta(seconds=15)))
+    return os.getpid()
+
+
+def test_ranks_in_which_too_many_groups_were_left_are_replaced(ranks: RankPool) -> None:
+    before = ranks.run(leave_groups, 2, 1)
+    assert ranks.run(leave_groups, 2, MOST_LEFT_GROUPS) == before
+    assert not set(ranks.run(leave_groups, 2, 0)) & set(before)
 
 
 @pytest.mark.parametrize("count", [0, 17])

@@ -17,6 +17,7 @@ from lockstep.engine import Engine
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.layout import Layout
 from lockstep.run import Run
+from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,
@@ -41,6 +42,7 @@ from tests.parity.problems import (
 from tests.ranks import Job, RankFailed, RankPool
 
 LAYOUTS = ["dp=2", "fsdp=2", "dp=2,fsdp=2"]
+QUICK = ["single", "dp=2", "fsdp=2"]
 
 
 def world_size(layout: str) -> int:
@@ -73,7 +75,7 @@ def train_past_an_empty_step(job: Job, layout: str) -> tuple[list[Any], list[str
         return results, prints, engine.steps_skipped
 
 
-@pytest.mark.parametrize("layout", ["single", *LAYOUTS])
+@pytest.mark.parametrize("layout", others_slow(["single", *LAYOUTS], QUICK))
 def test_a_step_in_which_nothing_counts_is_skipped_and_counted_on_every_rank(ranks: RankPool, layout: str) -> None:
     everybody = ranks.run(train_past_an_empty_step, world_size(layout), layout)
     for results, prints, skipped in everybody:
@@ -160,7 +162,7 @@ def train_into_a_bad_sample(
     [
         ("single", 0, [8, 9, 10, 11, 12, 13, 14, 15]),
         ("dp=2", 1, [12, 13, 14, 15]),
-        ("dp=4", 2, [12, 13]),
+        pytest.param("dp=4", 2, [12, 13], marks=pytest.mark.slow),
         ("fsdp=2", 1, [12, 13, 14, 15]),
     ],
 )
@@ -222,7 +224,7 @@ def frozen_gpt() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_a_parameter_that_nothing_uses_keeps_its_value_under_weight_decay(ranks: RankPool, layout: str) -> None:
     expected, after = assert_like_one_process(ranks, layout, "extra never used", micro_batch=2)
     assert not any(name.startswith("extra") for name in expected)
@@ -258,7 +260,7 @@ def refusal_is_fine() -> Iterator[None]:
             raise
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, QUICK))
 def test_frozen_parameters_stay_and_the_others_train(ranks: RankPool, layout: str) -> None:
     expected, after = assert_like_one_process(ranks, layout, "frozen", micro_batch=2)
     ((_, _, before),) = ranks.run(zero_steps, 1, "frozen")
@@ -435,7 +437,10 @@ def train_batch_norm(job: Job, layout: str, micro_batch: int) -> tuple[list[floa
         return losses, first, weights(engine)
 
 
-@pytest.mark.parametrize(("layout", "micro_batch"), [("dp=2", 4), ("dp=3", 2), ("fsdp=2", 2), ("fsdp=3", 2)])
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"),
+    others_slow([("dp=2", 4), ("dp=3", 2), ("fsdp=2", 2), ("fsdp=3", 2)], [("dp=2", 4), ("fsdp=3", 2)]),
+)
 def test_batch_norm_has_the_statistics_and_gradients_of_one_process(
     ranks: RankPool, layout: str, micro_batch: int
 ) -> None:

@@ -16,6 +16,7 @@ from lockstep.data.order import share
 from lockstep.engine import Engine
 from lockstep.layout import Layout
 from lockstep.runtime.seeds import seed_of
+from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
     SEED,
@@ -143,36 +144,58 @@ def steps_of(found: list[Trained]) -> list[list[int]]:
     return [[sample for part in step for sample in part] for step in zip(*(rank[3] for rank in found), strict=True)]
 
 
+class Table:
+    """Trains without further options on a layout when it is asked for."""
+
+    def __init__(self, ranks: RankPool) -> None:
+        self._ranks = ranks
+        self._found: dict[tuple[str, int], list[Trained]] = {}
+
+    def __call__(self, layout: str, micro_batch: int) -> list[Trained]:
+        if (layout, micro_batch) not in self._found:
+            size = Layout.parse(layout).world_size
+            self._found[layout, micro_batch] = self._ranks.run(train, size, layout, micro_batch, {})
+        return self._found[layout, micro_batch]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool) -> Table:
+    return Table(ranks)
+
+
 @pytest.mark.parametrize(
     ("layout", "micro_batch", "options"),
     [
         ("dp=2", 4, {}),
-        ("dp=4", 2, {}),
         ("dp=2", 2, {}),
         ("dp=3", 1, {"recompute": True}),
-        ("fsdp=2", 4, {}),
         ("fsdp=2", 2, {"recompute": True, "shard": {"level": "zero2"}}),
         ("fsdp=2", 2, {"shard": {"level": "zero1"}}),
         ("dp=2,fsdp=2", 2, {}),
+        pytest.param("dp=4", 2, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp=2", 4, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_it_normalises_over_the_micro_batches_of_all_ranks(
-    ranks: RankPool, layout: str, micro_batch: int, options: dict[str, Any]
+    ranks: RankPool, trained: Table, layout: str, micro_batch: int, options: dict[str, Any]
 ) -> None:
     size = Layout.parse(layout).world_size
-    found = ranks.run(train, size, layout, micro_batch, options)
+    found = ranks.run(train, size, layout, micro_batch, options) if options else trained(layout, micro_batch)
     (expected,) = ranks.run(plain, 1, steps_of(found), micro_batch, size)
     assert_same(found, expected)
     assert int(found[0][2]["frozen.num_batches_tracked"]) == 0
     assert found[0][2]["frozen.running_mean"].equal(torch.zeros(4))
 
 
-@pytest.mark.parametrize(("layout", "micro_batch"), [("dp=2", 4), ("dp=4", 2), ("fsdp=2", 4), ("dp=2,fsdp=2", 2)])
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"),
+    others_slow([("dp=2", 4), ("dp=4", 2), ("fsdp=2", 4), ("dp=2,fsdp=2", 2)], [("dp=2", 4), ("dp=2,fsdp=2", 2)]),
+)
 def test_ranks_with_one_micro_batch_each_are_one_process_with_a_larger_one(
-    ranks: RankPool, layout: str, micro_batch: int
+    ranks: RankPool, trained: Table, layout: str, micro_batch: int
 ) -> None:
-    found = ranks.run(train, Layout.parse(layout).world_size, layout, micro_batch, {})
+    found = trained(layout, micro_batch)
     (alone,) = ranks.run(train, 1, "single", GLOBAL_BATCH, {}, mode="micro-batch")
     assert_same(found, alone)
 

@@ -1,10 +1,10 @@
 """The parity table of tp, cp and their mixes: ranks that compute one forward together give the numbers of one process.
 
 A cell is a layout and what is trained on it: with dropout or without, recomputed, in bf16, with other optimizers, with
-a frozen part. Every cell is trained for 20 steps with clipping, accumulation, a tied embedding and ragged labels, and
-compared with one process that sees the same logical micro-batches; dropout masks are those of one process too. Tensors
-are compared whole, and ranks that hold the same parameter have to agree on it to the bit. The largest differences of
-every cell are printed at the end.
+a frozen part. Every cell is trained for 12 steps, over the ends of two epochs, with clipping, accumulation, a tied
+embedding and ragged labels, and compared with one process that sees the same logical micro-batches; dropout masks are
+those of one process too. Tensors are compared whole, and ranks that hold the same parameter have to agree on it to the
+bit. The largest differences of every cell are printed at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from tests.parity.problems import (
     SEED,
     Batch,
     adamw,
-    disagreeing_gradients,
     fingerprint,
     join,
     sgd,
@@ -44,10 +43,21 @@ from tests.parity.problems import (
     unfinished,
     weights,
 )
-from tests.parity.records import Record, Trained, recorded
+from tests.parity.records import (
+    Record,
+    Table,
+    Trained,
+    assert_same_gradients,
+    assert_same_samples,
+    assert_same_steps,
+    assert_same_weights,
+    recorded,
+)
 from tests.ranks import Job, RankPool
 
-STEPS = 20
+STEPS = 12
+MANY_RANKS_STEPS = 6
+"""Eight ranks and more on a few cores: still over the end of an epoch."""
 GLOBAL_BATCH = 16
 SIZE = 4 * GLOBAL_BATCH + 13
 """The last step of an epoch has a smaller micro-batch at its end."""
@@ -221,6 +231,7 @@ class Cell:
     """Whether what is between the matrices is cut by tokens."""
     optimizer: Optimizer = "adamw"
     depth: int = 2
+    steps: int = STEPS
     slow: bool = field(default=False, compare=False)
 
     @property
@@ -283,31 +294,32 @@ CELLS = [
     Cell("fsdp=2,tp=2",      "zero3", slow=True),
     Cell("fsdp=2,tp=2",      "zero3", fused=True, slow=True),
     Cell("fsdp=2,tp=2",      "zero3", frozen=True, slow=True),
-    Cell("fsdp=2,tp=2",      "zero3", recompute=True, dropout=DROPOUT),
+    Cell("fsdp=2,tp=2",      "zero3", recompute=True, dropout=DROPOUT, slow=True),
     Cell("fsdp=2,cp=2",      "zero1", slow=True),
     Cell("fsdp=2,cp=2",      "zero2", slow=True),
-    Cell("fsdp=2,cp=2",      "zero3"),
+    Cell("fsdp=2,cp=2",      "zero3", slow=True),
     Cell("pp=2,tp=2",        schedule="1f1b"),
     Cell("pp=2,tp=2",        schedule="1f1b", dropout=DROPOUT, slow=True),
     Cell("pp=2,tp=2",        schedule="zbv", depth=4, slow=True),
-    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b", slow=True),
-    Cell("pp=2,fsdp=2,tp=2", "zero3", "interleaved-zero-bubble", depth=4, slow=True),
-    Cell("dp=2,fsdp=2,tp=2", "zero3", slow=True),
-    Cell("pp=2,dp=2,tp=2",   schedule="1f1b", slow=True),
-    Cell("fsdp=2,cp=2,tp=2", "zero3", slow=True),
-    Cell("dp=2,cp=2,tp=2",   slow=True),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "1f1b", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("pp=2,fsdp=2,tp=2", "zero3", "interleaved-zero-bubble", depth=4, steps=MANY_RANKS_STEPS, slow=True),
+    Cell("dp=2,fsdp=2,tp=2", "zero3", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("pp=2,dp=2,tp=2",   schedule="1f1b", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("fsdp=2,cp=2,tp=2", "zero3", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("dp=2,cp=2,tp=2",   steps=MANY_RANKS_STEPS, slow=True),
     Cell("fsdp=2,tp=2",      "zero3", sequence=True, slow=True),
     Cell("cp=2,tp=2",        sequence=True, slow=True),
-    Cell("dp=2,fsdp=2,cp=2", "zero3", slow=True),
-    Cell("pp=2,dp=2,fsdp=2,tp=2", "zero3", "1f1b", slow=True),
-    Cell("dp=2,fsdp=2,cp=2,tp=2", "zero3", slow=True),
+    Cell("dp=2,fsdp=2,cp=2", "zero3", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("pp=2,dp=2,fsdp=2,tp=2", "zero3", "1f1b", steps=MANY_RANKS_STEPS, slow=True),
+    Cell("dp=2,fsdp=2,cp=2,tp=2", "zero3", steps=MANY_RANKS_STEPS, slow=True),
 ]
 # fmt: on
 
 
 def each(cells: list[Cell]) -> pytest.MarkDecorator:
     def marks(cell: Cell) -> list[Any]:
-        return [pytest.mark.limit(300)] * (cell.world_size > 8) + [pytest.mark.slow] * cell.slow
+        many = [pytest.mark.soak] * (cell.world_size > 4) + [pytest.mark.limit(300)] * (cell.world_size > 8)
+        return many + [pytest.mark.slow] * cell.slow
 
     marked = [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in cells]
     return pytest.mark.parametrize("cell", marked)
@@ -317,12 +329,6 @@ each_cell = each(CELLS)
 
 
 # ---- What runs in a rank
-
-
-def train(job: Job, layout: str, cells: list[Cell]) -> list[Record]:
-    """One training for each cell, one after another in the same processes."""
-    with join(job, layout) as run:
-        return [train_one(run, cell) for cell in cells]
 
 
 def train_one(run: Run, cell: Cell) -> Record:
@@ -337,63 +343,8 @@ def train_one(run: Run, cell: Cell) -> Record:
         pipeline={"schedule": cell.schedule},
         tensor={"sequence": "on" if cell.sequence else "off"},
     )
-    loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=STEPS, workers=0)
+    loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=cell.micro_batch, steps=cell.steps, workers=0)
     return recorded(engine, loader)
-
-
-def train_references(job: Job, cells: list[Cell]) -> dict[Cell, Record]:
-    """Every rank trains some of them in a run of its own, in one process."""
-    alone = replace(job, rank=0, world_size=1, folder=job.folder / str(job.rank))
-    with join(alone, "single") as run:
-        return {cell: train_one(run, cell) for cell in cells[job.rank :: job.world_size]}
-
-
-# ---- Each training once
-
-
-class Table:
-    """Trains the cells of a layout when the first of them is asked for, and the references likewise.
-
-    The slow ones apart, since most sessions do not ask for them.
-    """
-
-    def __init__(self, ranks: RankPool) -> None:
-        self._ranks = ranks
-        self._cells: dict[Cell, list[Record] | BaseException] = {}
-        self._references: dict[Cell, Record] = {}
-
-    def __getitem__(self, cell: Cell) -> Trained:
-        if cell not in self._cells:
-            self._train([other for other in CELLS if (other.layout, other.slow) == (cell.layout, cell.slow)])
-        found = self._cells[cell]
-        if isinstance(found, BaseException):
-            raise found
-        return Trained(found, self.reference(cell))
-
-    def reference(self, cell: Cell) -> Record:
-        """One process with the same logical micro-batches."""
-        if in_one_process(cell) not in self._references:
-            wanted = {in_one_process(other) for other in (cell, *CELLS) if other.slow == cell.slow}
-            by_work = sorted(wanted - self._references.keys(), key=lambda one: (one.micro_batch, one.depth, str(one)))
-            for some in self._ranks.run(train_references, 2, by_work, timeout=100):
-                self._references |= some
-        return self._references[in_one_process(cell)]
-
-    def trained(self) -> list[Cell]:
-        return [cell for cell in CELLS if isinstance(self._cells.get(cell), list)]
-
-    def _train(self, cells: list[Cell]) -> None:
-        try:
-            most = 100 if cells[0].world_size <= 8 else 280
-            by_rank = self._ranks.run(train, cells[0].world_size, cells[0].layout, cells, timeout=most)
-        except AssertionError as error:
-            if len(cells) == 1:  # once, not again for every test of the cell
-                self._cells[cells[0]] = error
-            else:  # the others are not to blame
-                for cell in cells:
-                    self._train([cell])
-        else:
-            self._cells |= {cell: list(records) for cell, *records in zip(cells, *by_rank, strict=True)}
 
 
 def in_one_process(cell: Cell) -> Cell:
@@ -410,63 +361,39 @@ def in_one_process(cell: Cell) -> Cell:
 
 
 @pytest.fixture(scope="module")
-def table(ranks: RankPool) -> Table:
-    return Table(ranks)
+def table(ranks: RankPool) -> Table[Cell]:
+    return Table(ranks, CELLS, train_one, in_one_process)
 
 
 # ---- The promises
 
 
 @each_cell
-def test_every_rank_reports_the_steps_of_one_process(table: Table, cell: Cell) -> None:
-    trained = table[cell]
-    ours, theirs = trained.ranks[0].steps, trained.reference.steps
-    assert all(other.steps == ours for other in trained.ranks)
-    assert [step["weight"] for step in ours] == [step["weight"] for step in theirs]
-    assert [step["lr"] for step in ours] == [step["lr"] for step in theirs]
-    assert not any(step["skip"] for step in ours)
-    for number, (step, expected) in enumerate(zip(ours, theirs, strict=True)):
-        allowed = LOSS[cell.precision] * max(1.0, abs(expected["loss"]))
-        assert step["loss"] == pytest.approx(expected["loss"], abs=allowed), f"step {number}"
-    assert ours[0]["norm"] == pytest.approx(theirs[0]["norm"], rel=NORM[cell.precision])
-    assert min(step["norm"] for step in ours) > CLIP, "clipping acts"
-    assert ours[-1]["loss"] < ours[0]["loss"]
+def test_every_rank_reports_the_steps_of_one_process(table: Table[Cell], cell: Cell) -> None:
+    assert_same_steps(table[cell], LOSS[cell.precision], NORM[cell.precision], CLIP)
 
 
 @each_cell
-def test_the_data_ranks_together_read_what_one_process_reads(table: Table, cell: Cell) -> None:
-    trained, layout = table[cell], Layout.parse(cell.layout)
-    readers: dict[int, Record] = {}
-    for rank, record in enumerate(trained.ranks):
-        same = readers.setdefault(layout.data_rank(rank), record)
-        assert (record.ids, record.forwards) == (same.ids, same.forwards)
-    by_step = zip(*(readers[number].ids for number in range(layout.data_size)), strict=True)
-    assert [[sample for part in step for sample in part] for step in by_step] == trained.reference.ids
-    assert {record.forwards[0] for record in trained.ranks} == {cell.micro_batches}
+def test_the_data_ranks_together_read_what_one_process_reads(table: Table[Cell], cell: Cell) -> None:
+    assert_same_samples(table[cell], cell)
 
 
 @each_cell
-def test_first_gradients_equal_those_of_one_process(table: Table, cell: Cell) -> None:
-    trained = table[cell]
+def test_first_gradients_equal_those_of_one_process(table: Table[Cell], cell: Cell) -> None:
     if cell.precision == "fp32":
-        assert list(disagreeing_gradients(trained.gradients, trained.reference.gradients)) == []
+        assert_same_gradients(table[cell])
     else:
-        apart = trained.gradients_apart()
+        apart = table[cell].gradients_apart()
         assert {name: far for name, far in apart.items() if far > ROUNDED_GRADIENT} == {}
 
 
 @each_cell
-def test_final_weights_equal_those_of_one_process(table: Table, cell: Cell) -> None:
-    trained = table[cell]
-    assert trained.initial.keys() == trained.final.keys() == trained.reference.initial.keys()
-    for name, start in trained.reference.initial.items():
-        assert trained.initial[name].equal(start), name
-    apart = trained.moved_apart()
-    assert {name: far for name, far in apart.items() if far > WEIGHTS[cell.precision]} == {}
+def test_final_weights_equal_those_of_one_process(table: Table[Cell], cell: Cell) -> None:
+    assert_same_weights(table[cell], WEIGHTS[cell.precision])
 
 
 @each([cell for cell in CELLS if cell.precision != "fp32"])
-def test_rounding_leads_ranks_hardly_further_astray_than_one_process(table: Table, cell: Cell) -> None:
+def test_rounding_leads_ranks_hardly_further_astray_than_one_process(table: Table[Cell], cell: Cell) -> None:
     trained, exact = table[cell], table.reference(replace(cell, precision="fp32"))
     together, alone = Trained(trained.ranks, exact), Trained([trained.reference], exact)
     assert typical(together.gradients_apart()) < ROUNDED_ALONE * typical(alone.gradients_apart())
@@ -479,14 +406,14 @@ def typical(apart: dict[str, float]) -> float:
 
 
 @each([cell for cell in CELLS if cell.frozen])
-def test_a_frozen_parameter_has_no_gradient_and_stays_as_it_was_built(table: Table, cell: Cell) -> None:
+def test_a_frozen_parameter_has_no_gradient_and_stays_as_it_was_built(table: Table[Cell], cell: Cell) -> None:
     trained = table[cell]
     assert "embedding.weight" not in trained.gradients
     assert trained.final["embedding.weight"].equal(trained.initial["embedding.weight"])
 
 
 @each([cell for cell in CELLS if "tp" in cell.layout and "fsdp" not in cell.layout])
-def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table, cell: Cell) -> None:
+def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table[Cell], cell: Cell) -> None:
     tp = Layout.parse(cell.layout).tp
     for record in table[cell].ranks:
         matrices = {name for name, whole in record.initial.items() if whole.dim() == 2}
@@ -497,7 +424,7 @@ def test_a_rank_stores_its_share_of_every_matrix_that_tp_cuts(table: Table, cell
         }
 
 
-def test_dropout_fused_matrices_and_rounding_really_are_another_computation(table: Table) -> None:
+def test_dropout_fused_matrices_and_rounding_really_are_another_computation(table: Table[Cell]) -> None:
     cells = {in_one_process(cell): cell for cell in CELLS if cell.layout == "tp=2" and not cell.slow}
     losses = {tuple(round(step["loss"], 4) for step in table.reference(cell).steps) for cell in cells.values()}
     assert len(losses) == len(cells) > 1
@@ -580,9 +507,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("tp=2", ["blocks", "model"]),
         ("cp=2", ["blocks", "model"]),
-        ("fsdp=2,tp=2", ["blocks"]),
-        ("cp=2,tp=2", ["blocks"]),
-        ("pp=2,tp=2", ["blocks"]),
+        *(
+            pytest.param(layout, ["blocks"], marks=pytest.mark.soak)
+            for layout in ("fsdp=2,tp=2", "cp=2,tp=2", "pp=2,tp=2")
+        ),
     ],
 )
 def test_compiled_code_gives_the_numbers_of_one_eager_process(
@@ -677,7 +605,7 @@ def test_a_run_that_stopped_has_the_bits_of_one_that_did_not(ranks: RankPool, la
 # ---- The table, shown
 
 
-def test_the_largest_differences_are_shown(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_differences_are_shown(table: Table[Cell], capsys: pytest.CaptureFixture[str]) -> None:
     cells = table.trained()
     with capsys.disabled():
         print(

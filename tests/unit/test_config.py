@@ -487,9 +487,9 @@ def test_every_value_is_in_the_stored_config_and_the_unset_ones_as_comments(tmp_
 @pytest.mark.parametrize(
     ("layout", "world_size", "global_batch", "source"),
     [
-        ("dp=auto", 1, 8, "batch_per_device 8 x 1 devices"),
-        ("dp=auto", 4, 32, "batch_per_device 8 x 4 devices"),
-        ("dp=2,fsdp=auto", 4, 32, "batch_per_device 8 x 4 devices"),
+        ("dp=auto", 1, 8, "batch_per_device 8 x 1 replicas"),
+        ("dp=auto", 4, 32, "batch_per_device 8 x 4 replicas"),
+        ("dp=2,fsdp=auto", 4, 32, "batch_per_device 8 x 4 replicas"),
     ],
 )
 def test_a_batch_per_device_becomes_a_global_batch_that_says_how(

@@ -110,7 +110,7 @@ def final_score(number: int, loss: float, **metrics: tuple[float, float, float])
 
 def checkpoint(number: int) -> Event:
     path = f"checkpoints/step-{number:08d}"
-    return event("checkpoint", step=number, path=path, seconds=0.42, bytes=9_812_345, best=False)
+    return event("checkpoint", step=number, path=path, seconds=0.42, stall=0.42, bytes=9_812_345, best=False)
 
 
 def end(number: int = 300, **changes: Any) -> Event:
@@ -346,7 +346,7 @@ def test_throughput_leaves_out_the_first_step_and_the_pauses_but_the_time_left_h
     events = [step(1, seconds=60.0), *(step(number) for number in range(2, 101))]
     pauses = [
         validation(100, 2.0),
-        event("checkpoint", step=100, path="c", seconds=99.4, bytes=1, best=False),
+        event("checkpoint", step=100, path="c", seconds=120.0, stall=99.4, bytes=1, best=False),
     ]
     bar = shown(start(), *events, *pauses, on=terminal(120))[-1]
     assert "41k tokens/s" in bar

@@ -75,7 +75,9 @@ def test_a_damaged_idx_file_is_refused(tmp_path: Path, damage: str):
         read_mnist(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(bytes(1000))[:-12]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no gzip", gzip.compress(bytes(1000))[:-12]], ids=["empty", "no gzip", "cut short"]
+)
 def test_a_damaged_gzip_file_is_refused_by_its_name(tmp_path: Path, content: bytes):
     folder = write_mnist(tmp_path / "mnist", compressed=True)
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(content)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -381,3 +383,14 @@ def test_what_cannot_be_read_is_refused(dataset: Any, sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         dataset_size(dataset, "training")
     assert str(refusal.value) == sentence
+
+
+def test_a_folder_for_temporary_files_too_long_for_the_workers_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    Reading(workers=0)
+    with pytest.raises(UserError, match=r"sockets in .*xxx, .*set TMPDIR to a folder of at most 75 characters"):
+        Reading(workers=1)

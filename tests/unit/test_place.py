@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lockstep.config import LaunchConfig
 from lockstep.errors import UserError
+from lockstep.join import _take_device
+from lockstep.launch import LAUNCH
 from lockstep.runtime.place import Launcher, Place, cpus_per_rank, expand_hostlist, find_place, place_of
 
 RECORDED = {path.stem: json.loads(path.read_text()) for path in Path(__file__).parent.glob("environments/*.json")}
@@ -191,3 +195,24 @@ def test_a_place_is_always_consistent() -> None:
     place = find_place(RECORDED["srun_unequal_nodes"]["env"])
     with pytest.raises(UserError, match="the variables of slurm say node rank 2 of 2"):
         replace(place, node_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said", "threads"),
+    [("ours", "1", 1), ("ours", "999", 2), ("ours", "2,1", 2), ("torchrun", "1", 2)],
+)
+def test_a_rank_on_cpus_takes_its_share_of_them_and_no_more_than_the_user_said(
+    launcher: str, said: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun says 1 for everybody, which nobody has asked for."""
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if launcher == "ours":
+        monkeypatch.setenv(LAUNCH, "{}")
+    before = torch.get_num_threads()
+    try:
+        _take_device(Place(0, 2, 0, 2, 0, 1, "host:1", "torchrun"), LaunchConfig(device="cpu"))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -204,9 +204,10 @@ class TestLm:
         task = task_of("lm")
         model = task.build_model().train()
         state = torch.random.get_rng_state()
-        first, second = task.showcase(model), task.showcase(model)
+        assert task.generate is not None
+        first, second = (task.generate(model, task.prompt, 40, 0.7, 0) for _ in range(2))
         assert first == second
-        assert first[0] == SMALL.prompt
+        assert len(first.encode()) >= 40
         assert model.training
         assert torch.random.get_rng_state().equal(state)
 

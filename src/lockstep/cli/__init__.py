@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import typer
 
+from lockstep.cli.bench import bench_command
+from lockstep.cli.ckpt import app as ckpt_app
+from lockstep.cli.compare import compare_command
+from lockstep.cli.doctor import doctor_command
 from lockstep.cli.fetch import fetch_command
+from lockstep.cli.generate import generate_command
+from lockstep.cli.jobs import jobs_command
+from lockstep.cli.lab import app as lab_app
 from lockstep.cli.run import run_command
+from lockstep.cli.submit import submit_command
 from lockstep.cli.train import train_command
 from lockstep.cli.verify import verify_command
 from lockstep.errors import UserError
@@ -22,8 +31,18 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
+app.command("submit", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(
+    submit_command
+)
+app.command("jobs")(jobs_command)
 app.command("verify")(verify_command)
+app.command("doctor")(doctor_command)
+app.command("compare")(compare_command)
+app.command("bench")(bench_command)
 app.command("fetch")(fetch_command)
+app.command("generate")(generate_command)
+app.add_typer(ckpt_app)
+app.add_typer(lab_app)
 
 
 @app.callback()
@@ -49,4 +68,5 @@ def main() -> None:
             sys.exit(0)
         print(f"lockstep: {error.format_message()} (see lockstep --help)", file=sys.stderr)
         code = 2
+    gc.freeze()  # else Python looks through all objects once more at its end, for a second or two
     sys.exit(code)

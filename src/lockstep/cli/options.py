@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, reason
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
     from lockstep.config import LaunchConfig, Layer
     from lockstep.folder import RunFolder
+    from lockstep.launch.nodes import Nodes as NodesOfRun
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
+Nodes = Annotated[str | None, typer.Option(help="Nodes of the run, 2 or 3:4 (at least 3); start it on each of them.")]
+NodeRank = Annotated[int | None, typer.Option(help="Which node this is; node 0 is the head.")]
+Head = Annotated[str | None, typer.Option(help="HOST:PORT of the head node, where the others find it.")]
+Restarts = Annotated[int | None, typer.Option(help="Failures in a row, without a checkpoint between, to try again.")]
+OnOom = Annotated[str | None, typer.Option(help="Out of memory: shrink the micro-batch and go on, or stop.")]
+MaxTime = Annotated[str | None, typer.Option(help="Save and stop before this is over: 2h, 90m, 1-12:00:00.")]
 Nproc = Annotated[int | None, typer.Option(help="Processes on this node. Default: one a GPU, or 2 on CPUs.")]
 ShareGpu = Annotated[bool | None, typer.Option("--share-gpu", help="Let several ranks use one GPU, over gloo.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="One config value: a.b=c. May be repeated.")]
@@ -48,6 +58,41 @@ def named_layer(what: str | None) -> list[Layer]:
     return [Layer("the command line", {"recipe": what})]
 
 
+def parse_size(text: str) -> int:
+    """A number of bytes that a user wrote, as in 500MB."""
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    number, unit = text[:-2].strip(), text[-2:].upper()
+    try:
+        count = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise UserError(f"{text!r} is not a size", "write 500MB or 5GB")
+    return count
+
+
+def check_output(option: str, path: Path | None, suffix: str) -> None:
+    """Refuse a file that cannot be written before there is anything to write."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder", f"name a file in it, as in {path / f'name{suffix}'}")
+    if path.suffix != suffix:
+        raise UserError(f"{option} {path} is not a {suffix} file", f"call it {path.with_suffix(suffix)}")
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path} would be in a folder that is not there", f"make {path.parent} first")
+    if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
+        raise UserError(f"{option} {path} cannot be written", "name a file in a folder of your own")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that `check_output` had nothing against; a disk may be full all the same."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({reason(error)})", "name a file somewhere else") from None
+
+
 def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str, str | None]:
     """How many processes to start, on which device, and one line when GPUs are visible but unused."""
     from lockstep.runtime.device import visible_gpus
@@ -72,22 +117,23 @@ def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str
     return count, chosen, unused
 
 
-def check_resume(resume: str) -> None:
-    """`--resume` is auto, never or a whole checkpoint."""
-    if resume not in ("auto", "never"):
-        from lockstep.checkpoint.resume import check_whole
+def is_done(run_dir: Path | None) -> bool:
+    """Whether this is a later start of a job whose run is finished, by a start that Slurm had lost sight of."""
+    from lockstep.folder import look_back
+    from lockstep.launch.allocation import find_allocation
 
-        check_whole(Path(resume))
+    job = find_allocation()
+    return run_dir is not None and job is not None and job.restart > 0 and look_back(run_dir).kind == "end"
 
 
-def check_can_continue(folder: RunFolder, layout: str) -> None:
-    """Refuse a layout the run's last checkpoint cannot be loaded into."""
-    from lockstep.checkpoint.format import step_folder, steps_on_disk
-    from lockstep.checkpoint.load import check_layout
-    from lockstep.layout import Layout
+def check_resume(resume: str, folder: RunFolder) -> None:
+    """`--resume` is auto, never or a whole checkpoint; one that only began the run may be gone since."""
+    from lockstep.checkpoint.format import steps_on_disk
 
-    if folder.continues and (steps := steps_on_disk(folder.path)):
-        check_layout(step_folder(folder.path, steps[-1]), Layout.parse(layout))
+    if resume not in ("auto", "never") and not (folder.continues and steps_on_disk(folder.path)):
+        from lockstep.checkpoint.resume import given_checkpoint
+
+        given_checkpoint(Path(resume))
 
 
 def print_plan(
@@ -124,28 +170,50 @@ def train_in(
     told: dict[str, Any],
     resume: str,
     unused_gpus: str | None,
+    nodes: NodesOfRun,
+    on_oom: str,
 ) -> int:
     """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
-    from lockstep.folder import create_folder, hold, take_back
+    from lockstep.folder import EXIT_CODE, create_folder, hold, is_held, take_back
+    from lockstep.launch.allocation import find_allocation
+    from lockstep.launch.follow import note_start
     from lockstep.launch.local import launch
+    from lockstep.launch.nodes import settle_head
     from lockstep.sinks.console import Console
 
-    made = create_folder(folder, config)
+    made = create_folder(folder, config) if nodes.is_head else []
+    nodes = settle_head(nodes, folder.path)
     assert config.nproc is not None
-    with hold(folder.path):
-        terminal.print(folder.announce())
-        if unused_gpus:
-            terminal.print(unused_gpus, style="yellow")
+    with hold(folder.path) if nodes.is_head else nullcontext() as lock:
+        if nodes.is_head:
+            note_start(folder)
+        if nodes.speaks:
+            terminal.print(folder.announce(), soft_wrap=True)
+            if unused_gpus:
+                terminal.print(unused_gpus, style="yellow", soft_wrap=True)
         console = Console(terminal)
         try:
-            outcome = launch(worker, config.nproc, folder, console, options=told, resume=resume)
+            outcome = launch(
+                worker,
+                config.nproc,
+                folder,
+                console,
+                options=told,
+                resume=resume,
+                nodes=nodes,
+                restarts=config.restarts,
+                on_oom=config.on_oom or on_oom,
+                is_ours=partial(is_held, folder.path, lock) if lock else None,
+            )
         finally:
             console.close()
-    if outcome.code == 2:
+        if lock and is_held(folder.path, lock) and find_allocation():
+            (folder.path / EXIT_CODE).write_text(str(outcome.code), encoding="ascii")
+    if outcome.code == 2 and nodes.is_head:
         take_back(folder, made)
     if outcome.text:
         log = f"\n  log: {outcome.log}" if outcome.log else ""
-        print(f"lockstep: {outcome.text}{log}", file=sys.stderr)
+        print(f"lockstep: {outcome.text}{outcome.more}{log}", file=sys.stderr)
     return outcome.code
 
 

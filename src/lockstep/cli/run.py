@@ -18,6 +18,12 @@ def run_command(
     args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
     layout: opt.Layout = None,
     nproc: opt.Nproc = None,
+    nodes: opt.Nodes = None,
+    node_rank: opt.NodeRank = None,
+    head: opt.Head = None,
+    restarts: opt.Restarts = None,
+    on_oom: opt.OnOom = None,
+    max_time: opt.MaxTime = None,
     steps: opt.Steps = None,
     set_: opt.Set = None,
     name: opt.Name = None,
@@ -33,12 +39,14 @@ def run_command(
 
     from lockstep import config as cfg
     from lockstep.folder import check_same_script, choose_folder
+    from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
 
     if not script.is_file():
         raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
+    told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)
     told |= cfg.parse_assignments(set_ or [])
     origin = dict.fromkeys(["script", *(["args"] if args else []), *told], "the command line")
     config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
@@ -46,22 +54,28 @@ def run_command(
     origin.setdefault("nproc", f"{chosen} processes")
     config = config.model_copy(update={"nproc": count})
     worker = ["script", str(script), *(args or [])]
+    where = find_nodes(nodes, node_rank, head, resume)
     if config.layout == AUTO:
         resolved = choose_layout_for(config, worker, count, chosen, terminal)
         origin["layout"] = "auto, on the command line"
     else:
-        resolved = Layout.parse(config.layout).resolve(count)
-    opt.check_resume(resume)
+        parsed = Layout.parse(config.layout)
+        resolved = parsed.resolve(count) if where.is_alone else parsed  # only when they meet, all processes are known
+    if opt.is_done(run_dir):
+        terminal.print(f"{run_dir} is finished", soft_wrap=True)
+        return 0
     folder = choose_folder(config.name or script.stem, run_dir, resume)
+    opt.check_resume(resume, folder)
     check_same_script(folder, script)
     if "layout" in told:  # else the script may say
         told["layout"] = str(resolved)
         config = config.model_copy(update={"layout": str(resolved)})
-        opt.check_can_continue(folder, config.layout)
     if dry_run:
         opt.print_plan(config, origin, folder, terminal, as_json)
         return 0
-    code = opt.train_in(folder, config, worker, terminal, told=told, resume=resume, unused_gpus=unused)
+    code = opt.train_in(
+        folder, config, worker, terminal, told=told, resume=resume, unused_gpus=unused, nodes=where, on_oom="stop"
+    )
     if as_json:
         print(json.dumps(opt.result(folder, code), allow_nan=False))
     return code

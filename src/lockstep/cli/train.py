@@ -27,6 +27,12 @@ def train_command(
     ] = None,
     layout: opt.Layout = None,
     nproc: opt.Nproc = None,
+    nodes: opt.Nodes = None,
+    node_rank: opt.NodeRank = None,
+    head: opt.Head = None,
+    restarts: opt.Restarts = None,
+    on_oom: opt.OnOom = None,
+    max_time: opt.MaxTime = None,
     steps: opt.Steps = None,
     set_: opt.Set = None,
     name: opt.Name = None,
@@ -46,10 +52,12 @@ def train_command(
     from lockstep import config as cfg
     from lockstep.checkpoint.format import steps_on_disk
     from lockstep.folder import check_same_training, choose_folder
+    from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
 
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
+    told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)
     resolved = cfg.resolve(
         [
             *opt.named_layer(what),
@@ -63,16 +71,22 @@ def train_command(
         alone = cfg.for_world(resolved.with_value("layout", "single", "auto"), 1).config
         found = choose_layout_for(alone, ["train"], count, chosen, terminal)
         resolved = resolved.with_value("layout", str(found), f"auto, {resolved.origin.get('layout', 'default')}")
-    resolved = cfg.for_world(resolved, count)
-    opt.check_resume(resume)
+    where = find_nodes(nodes, node_rank, head, resume)
+    asked = resolved.config.layout
+    resolved = cfg.for_world(resolved, count * where.most)
+    if not where.is_alone and "auto" in asked:  # settled at every start, for the nodes that are there
+        resolved = resolved.with_value("layout", asked, resolved.origin.get("layout", "default"))
     run_name = resolved.config.name or resolved.config.recipe
+    if opt.is_done(run_dir):
+        terminal.print(f"{run_dir} is finished", soft_wrap=True)
+        return 0
     folder = choose_folder(run_name, run_dir, resume)
+    opt.check_resume(resume, folder)
     if folder.continues and steps_on_disk(folder.path):  # else it begins anew, as it pleases
         check_same_training(folder, resolved.config)
-        opt.check_can_continue(folder, resolved.config.layout)
 
     with terminal.status("checking the recipe"):  # a person sees that torch's import takes its seconds
-        parameters = _check_with_torch(resolved, chosen)
+        parameters = check_with_torch(resolved, chosen)
     if dry_run:
         formats = _explain(resolved, parameters, chosen, terminal)
         opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json, formats=formats)
@@ -87,6 +101,8 @@ def train_command(
         told={**options, "steps": None},  # the trainer reads them from the config
         resume=resume,
         unused_gpus=unused,
+        nodes=where,
+        on_oom="shrink",
     )
     if as_json:
         print(json.dumps(opt.result(folder, code), allow_nan=False))
@@ -105,7 +121,7 @@ def _list_recipes() -> int:
     return 0
 
 
-def _check_with_torch(resolved: Resolved, device: str) -> int:
+def check_with_torch(resolved: Resolved, device: str) -> int:
     """What only shows when the recipe is built: data, optimizer, model. Returns the number of parameters."""
     import torch
 
@@ -160,6 +176,7 @@ def _next_commands(
         (f"{command} --layout {other[0]}", f"the same numbers with {other[1]}"),
         (f"{command} --set seed=1", "change any value; --dry-run shows them all"),
         (f"{tensorboard} --logdir {folder.path / 'tb'}", "the curves"),
+        (f"{program} ckpt ls {folder.path}", "what was saved; export makes one file of it"),
         (f"{program} train --list", "the other recipes"),
     )
     width = max(len(text) for text, _ in tries)

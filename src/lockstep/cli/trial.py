@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
     from lockstep.config import LaunchConfig
-    from lockstep.launch.local import Outcome
+    from lockstep.launch.supervise import Outcome
     from lockstep.layout import Layout
 
 ON_CPUS = {"device": "cpu", "backend": "gloo", "share_gpu": False}
@@ -33,6 +33,23 @@ def launch_trial(
     terminal: Terminal | None = None,
 ) -> Outcome:
     """Run the subject in a folder of its own under a layout; what it prints goes to `terminal`, or nowhere."""
+    config = config.model_copy(update={"layout": str(layout), "nproc": layout.world_size})
+    (folder / "recording").mkdir(parents=True)
+    given = {key: value for key, value in config.model_dump().items() if key in config.model_fields_set}
+    worker = worker if worker[0] == "script" else ["train", str(folder)]
+    verify = {"folder": str(folder / "recording"), **settings}
+    return launch_in(folder, config, worker, given, terminal, verify=verify)
+
+
+def launch_in(
+    folder: Path,
+    config: LaunchConfig,
+    worker: list[str],
+    given: dict[str, Any],
+    terminal: Terminal | None = None,
+    **more: Any,
+) -> Outcome:
+    """Start `config.nproc` workers in a folder of their own, with what of `given` concerns a launch, and no restart."""
     from rich.console import Console as Terminal
 
     from lockstep.config import LaunchConfig
@@ -40,36 +57,27 @@ def launch_trial(
     from lockstep.launch.local import launch
     from lockstep.sinks.console import Console
 
+    assert config.nproc is not None
     run = RunFolder(folder, 1)
-    config = config.model_copy(update={"layout": str(layout), "nproc": layout.world_size})
     create_folder(run, config)
-    (folder / "recording").mkdir()
-    given = {key: value for key, value in config.model_dump().items() if key in config.model_fields_set}
+    options = {key: value for key, value in given.items() if key in LaunchConfig.model_fields and key != "steps"}
     console = Console(terminal or Terminal(file=io.StringIO()))
     try:
-        return launch(
-            worker if worker[0] == "script" else ["train", str(folder)],
-            layout.world_size,
-            run,
-            console,
-            options={key: value for key, value in given.items() if key in LaunchConfig.model_fields and key != "steps"},
-            resume="never",
-            verify={"folder": str(folder / "recording"), **settings},
-        )
+        return launch(worker, config.nproc, run, console, options=options, resume="never", **more)
     finally:
         console.close()
 
 
 def failed(outcome: Outcome, where: str, as_json: bool) -> int:
     """Say why a run did not come to its end, with what it printed; returns the exit code."""
-    from lockstep.launch.worker import END_OF_OUTPUT
+    from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT
 
     text = outcome.text
     if outcome.code == 1:
         text = f"the run {where} failed: {text}"
         if outcome.log and outcome.log.exists():
             lines = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES_OF_A_LOG:]
-            text += "".join(f"\n  | {line}" for line in lines if line != END_OF_OUTPUT)
+            text += "".join(f"\n  | {line}" for line in lines if line not in (START_OF_OUTPUT, END_OF_OUTPUT))
         if as_json:
             print(json.dumps({"ok": False, "cause": "failed", "verdict": text}))
     if text:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -19,6 +20,10 @@ from lockstep.errors import UserError
 from lockstep.runtime.seeds import seed_host, seed_of
 
 Collate = Callable[[list[Any]], Any]
+
+SOCKET_PATH = 107
+LONGEST_TMPDIR = SOCKET_PATH - len("/pymp-12345678/listener-12345678")
+"""Beyond it the loader's processes cannot make their sockets, and the training would wait for samples for ever."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,14 @@ class Reading:
     pin: bool = False
     collate: Collate = default_collate
 
+    def __post_init__(self) -> None:
+        if self.workers and len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+            raise UserError(
+                f"loader processes hand samples over through sockets in {tempfile.gettempdir()}, and a socket's path "
+                f"ends after {SOCKET_PATH} characters",
+                f"set TMPDIR to a folder of at most {LONGEST_TMPDIR} characters, or workers = 0",
+            )
+
 
 @dataclass
 class Loader:
@@ -79,6 +92,8 @@ class Loader:
     steps: int | None = None
     name: str = "train"
     before_step: Callable[[], None] = field(default=lambda: None)
+    reading_samples: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the next samples are waited for."""
     steps_done: int = 0
     is_read: bool = False
     """Whether it was iterated to its end."""
@@ -101,7 +116,8 @@ class Loader:
             raise UserError(
                 f"the loader {self.name!r} has given all its steps", "make it with the epochs or steps you need"
             )
-        for batch in self._stream() if isinstance(self.dataset, IterableDataset) else self._planned():
+        batches = iter(self._stream() if isinstance(self.dataset, IterableDataset) else self._planned())
+        while (batch := self._next(batches)) is not None:
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             self.before_step()
@@ -111,6 +127,10 @@ class Loader:
             yield replace(batch, loader=self.name)
         self.is_read = True
         self.before_step()
+
+    def _next(self, batches: Iterator[StepBatch]) -> StepBatch | None:
+        with self.reading_samples():
+            return next(batches, None)
 
     def _planned(self) -> Iterator[StepBatch]:
         assert self.total_steps is not None

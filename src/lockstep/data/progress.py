@@ -18,6 +18,10 @@ class Progress:
         self.positions: dict[str, dict[str, Any]] = {}
         self._saved = saved
 
+    def go_on_from(self, saved: Mapping[str, dict[str, Any]]) -> None:
+        """Another checkpoint is the one that the run goes on from."""
+        self._saved = saved
+
     def clear(self) -> None:
         """A new engine has no loaders yet."""
         self.loaders.clear()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from lockstep.errors import UserError, unknown
+from lockstep.errors import UserError, reason, unknown
 
 CACHE = "LOCKSTEP_CACHE"
 CHUNK = 1 << 18
@@ -280,7 +280,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write to the cache folder {folder} ({(error.strerror or str(error)).lower()})",
+            f"cannot write to the cache folder {folder} ({reason(error)})",
             f"check its permissions and free space, or set {CACHE} to another folder",
         ) from None
 

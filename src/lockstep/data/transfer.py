@@ -43,7 +43,7 @@ class Sent:
         if self._arrived is None:
             return self._data
         stream = torch.cuda.current_stream()
-        stream.wait_event(self._arrived)
+        self._arrived.wait(stream)
 
         def receive(x: Any) -> Any:
             if isinstance(x, torch.Tensor):

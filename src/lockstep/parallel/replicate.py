@@ -6,6 +6,7 @@ changes the order of summation and with it the bits of a resumed run. This is th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -44,12 +45,16 @@ class GradientBuckets:
         self._used = bytearray(len(self._names))
         self._arrived_now = bytearray(len(self._names))
         numbers = {parameter: number for number, parameter in enumerate(self._names)}
+        self._bucket_of: dict[int, _Bucket] = {}
+        # Python's garbage collection does not see through a hook: one that held this would keep it, its parameters and
+        # its process group for ever.
+        me = weakref.ref(self)
         for members in fill_buckets(list(self._names)):
             bucket = _Bucket(members, sum_dtype(members[0].dtype, reduce_dtype))
             self._buckets.append(bucket)
             for parameter in members:
-                arrived = partial(self._arrived, number=numbers[parameter], bucket=bucket)
-                parameter.register_post_accumulate_grad_hook(arrived)
+                self._bucket_of[numbers[parameter]] = bucket
+                parameter.register_post_accumulate_grad_hook(partial(_arrived, me, numbers[parameter]))
         # On a GPU reading it would wait for the sums.
         self.counts_unused = all(not parameter.is_cuda for parameter in self._names)
 
@@ -92,7 +97,8 @@ class GradientBuckets:
     def restored(self) -> None:
         """Every rank has restored its own copy of all parameters."""
 
-    def _arrived(self, parameter: nn.Parameter, *, number: int, bucket: _Bucket) -> None:
+    def arrived(self, number: int, parameter: nn.Parameter) -> None:
+        """Autograd has a gradient of this parameter."""
         self._used[number] = 1
         if not self._summing:
             return
@@ -102,7 +108,7 @@ class GradientBuckets:
                 "use checkpoint(..., use_reentrant=False), or recompute=True, for what recomputes it",
             )
         self._arrived_now[number] = 1
-        bucket.missing -= 1
+        self._bucket_of[number].missing -= 1
         # Every rank has to start the sums in one order, whatever order its gradients come in.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._start_sum()
@@ -157,6 +163,11 @@ class _Bucket:
         self.missing = len(self.members)
         for parameter, view in zip(self.members, self.views, strict=True):
             parameter.grad = view
+
+
+def _arrived(buckets: weakref.ref[GradientBuckets], number: int, parameter: nn.Parameter) -> None:
+    if (alive := buckets()) is not None:
+        alive.arrived(number, parameter)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

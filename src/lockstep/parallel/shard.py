@@ -274,13 +274,13 @@ class ShardedGradients:
         """Note which gathered parameters autograd reaches; they exist from the first gathering on."""
         assert isinstance(self._model, nn.Module)
         self._watched = {n: p for n, p in self._model.named_parameters() if p.requires_grad and isinstance(p, DTensor)}
-        unseen = set(self._watched)
+        unseen, used = set(self._watched), self._used  # a hook that held `self` would keep its group for ever
         for unit in self._units:
             unit.unshard()
             for name, parameter in self._model.named_parameters():
                 if name in unseen and not isinstance(parameter, DTensor):
                     unseen.remove(name)
-                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
             unit.reshard()
 
 

@@ -15,8 +15,6 @@ from lockstep.recipes.task import Task
 VOCABULARY = 256
 EMBEDDING_SCALE = 0.1
 LOWEST_FREQUENCY = 0.01  # of the first positions, in radians per byte; the highest is 1
-SHOWCASE_BYTES = 240
-SHOWCASE_TEMPERATURE = 0.7
 BASELINE_BYTES = 1 << 26  # more text would hardly change the pair counts, and start-up would wait for it
 
 
@@ -131,7 +129,7 @@ def generate(model: nn.Module, context: int, prompt: bytes, length: int, tempera
     return bytes(text[len(prompt) :])
 
 
-def task(settings: LmSettings, data_path: str | None, seed: int) -> Task:
+def task(settings: LmSettings, data_path: str | None, seed: int) -> Task:  # noqa: ARG001 (recipes share a signature)
     """The next byte of the State of the Union addresses, or of the text file `data_path`."""
     if data_path is None:
         corpus = state_of_the_union()
@@ -139,9 +137,8 @@ def task(settings: LmSettings, data_path: str | None, seed: int) -> Task:
     else:
         train, validation = _split_file(data_path, settings.context)
 
-    def showcase(model: nn.Module) -> tuple[str, str]:
-        text = generate(model, settings.context, settings.prompt.encode(), SHOWCASE_BYTES, SHOWCASE_TEMPERATURE, seed)
-        return settings.prompt, text.decode(errors="replace")
+    def go_on(model: nn.Module, prompt: str, length: int, temperature: float, seed: int) -> str:
+        return generate(model, settings.context, prompt.encode(), length, temperature, seed).decode(errors="replace")
 
     return Task(
         build_model=lambda: GPT(settings),
@@ -151,7 +148,8 @@ def task(settings: LmSettings, data_path: str | None, seed: int) -> Task:
         item="tokens",
         items_per_sample=settings.context,
         baseline=("bigram", bigram_loss(train.tokens[:BASELINE_BYTES], validation.tokens[:BASELINE_BYTES])),
-        showcase=showcase,
+        prompt=settings.prompt,
+        generate=go_on,
     )
 
 

@@ -37,8 +37,10 @@ class Task:
     items_per_sample: int = 1
     baseline: tuple[str, float] | None = None
     """What a trivial model scores on the validation loss: (its name, its loss)."""
-    showcase: Callable[[nn.Module], tuple[str, str]] | None = None
-    """(model) -> a prompt and what the trained model makes of it.
+    prompt: str = ""
+    """What a trained language model is shown to go on from, at the end of a run."""
+    generate: Callable[[nn.Module, str, int, float, int], str] | None = None
+    """(model, prompt, length, temperature, seed) -> how a language model goes on.
 
     All ranks call it together. It draws from a generator of its own, so that all do the same forwards.
     """

@@ -63,7 +63,7 @@ class Console:
                 self._status = ""
                 self._line(_test_text(event), "bold green")
             case "checkpoint":
-                self._pause(event["seconds"])
+                self._pause(event["stall"])
                 size = f"{_compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
                 best = " | best so far" if event["best"] else ""
                 self._line(f"step {event['step']} | saved {event['path']} ({size}){best}", "dim")
@@ -75,11 +75,15 @@ class Console:
                 self._line(textwrap.indent(event["prompt"] + event["text"], "  "))
             case "message" if event["level"] == "warning":
                 self._line(f"warning: {event['text']}", "yellow")
+            case "alarm":
+                self._line(f"warning: {event['text']}", "yellow")
             case "message":
                 self._line(event["text"])
             case "config":
                 names = [name for name in event if name not in ("time", "kind", "attempt")]
                 self._line("chosen: " + ", ".join(f"{name} = {event[name]}" for name in names))
+            case "job":
+                self._line(job_text(event), "dim")
             case "stop":
                 self.close()
                 style = "bold red" if event["reason"] == "failed" else "bold yellow"
@@ -299,3 +303,11 @@ def _clock(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def job_text(event: Event) -> str:
+    """A job of Slurm in a line."""
+    why = f" ({event['reason']})" if event["reason"] else ""
+    where = f" on {event['nodes']}" if event["nodes"] else ""
+    again = f", requeued {event['restart']} time{'s' * (event['restart'] > 1)}" if event["restart"] else ""
+    return f"job {event['id']}: {event['state'].lower().replace('_', ' ')}{why}{where}{again}"

@@ -1,0 +1,227 @@
+"""`lockstep compare`: one recipe under several layouts, each run for real, as a scaling table."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.cli.trial import launch_in
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from lockstep.compare import Comparison, Machine, Timed
+    from lockstep.config import Config, Resolved
+    from lockstep.contenders import Contender
+    from lockstep.launch.supervise import Outcome
+
+    Entrants = Mapping[Contender, Resolved]
+    """What is compared, the first with all others, and the config that each runs with."""
+
+
+def compare_command(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")
+    ] = None,
+    layouts: Annotated[
+        str | None,
+        typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2; naive-mp".'),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of a run; the first few are left out.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every layout, in turns with the others.")] = 3,
+    batch_per_device: Annotated[
+        int | None,
+        typer.Option(min=1, help="Another experiment: so many samples a replica (dp x fsdp), so that a step grows."),
+    ] = None,
+    set_: opt.Set = None,
+    device: opt.Device = None,
+    share_gpu: opt.ShareGpu = None,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the speed-ups.")] = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Train a few steps under every layout, in turns, and print time, speed-up, efficiency, memory and waiting."""
+    import psutil
+    from rich.console import Console as Terminal
+
+    from lockstep.compare import Machine
+
+    terminal = Terminal(stderr=as_json, highlight=False)
+    opt.check_output("--chart", chart, ".svg")
+    told = opt.given(device=device, share_gpu=share_gpu, batch_per_device=batch_per_device)
+    entrants, chosen = _entrants(what, layouts, {**told, "steps": steps}, set_ or [])
+    cores = len(os.sched_getaffinity(0))
+    threads = _threads_of_a_process(entrants, cores)
+    with terminal.status("checking the recipe"):
+        busy = psutil.cpu_percent(interval=0.5) / 100
+        _check_with_torch(entrants, chosen)
+    results = _run_all(entrants, repeats, threads, terminal)
+    comparison = _compared(entrants, results, Machine(cores, chosen == "cpu", threads, busy))
+    return _finish(comparison, results.code, chart, as_json, terminal)
+
+
+def _entrants(
+    what: str | None, layouts: str | None, told: dict[str, Any], assignments: list[str]
+) -> tuple[Entrants, str]:
+    """All of what is to be compared, checked before anything starts; and the device it runs on."""
+    from lockstep import config as cfg
+    from lockstep.contenders import read_contenders, settle
+    from lockstep.runtime.device import visible_gpus
+
+    layers = [
+        *opt.named_layer(what),
+        cfg.Layer("--set", cfg.parse_assignments(assignments)),
+        cfg.Layer("the command line", told),
+        cfg.Layer("compare", {"validate_every": "never", "save_every": "never"}),
+    ]
+    first = cfg.resolve(layers).config
+    usual, chosen, _ = opt.processes(None, first.device, first.share_gpu)
+    contenders = read_contenders(_names(layouts, usual), visible_gpus() if chosen == "cuda" else 0)
+    for contender in contenders:
+        opt.processes(contender.processes, first.device, first.share_gpu)
+    return dict(zip(contenders, settle(contenders, layers), strict=True)), chosen
+
+
+def _names(layouts: str | None, usual: int) -> list[str]:
+    if layouts is None:
+        if usual == 1:
+            raise UserError("there is one device, and nothing to compare by itself", 'say --layouts "single; dp=2"')
+        return ["single", f"dp={usual}", f"fsdp={usual}"]
+    names = [name.strip() for name in layouts.split(";") if name.strip()]
+    if len(names) < 2:
+        raise UserError(
+            f"--layouts {layouts!r} is nothing to compare",
+            'name at least two, with ; between them: --layouts "single; dp=2"',
+        )
+    return names
+
+
+def _check_with_torch(entrants: Entrants, device: str) -> None:
+    """What only shows when the recipe is built, or cut."""
+    from lockstep.cli.train import check_with_torch
+    from lockstep.parallel.compile import check_compile
+
+    check_with_torch(next(iter(entrants.values())), device)
+    for contender, resolved in entrants.items():
+        config = resolved.config
+        check_compile(config.compile, contender.layout, config.shard, config.numerics, config.batch_norm)
+
+
+def _threads_of_a_process(entrants: Entrants, cores: int) -> int:
+    """As many for every process of every layout: else one process would have all cores, and nothing could be faster."""
+    share = cores // max(contender.processes for contender in entrants)
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(share, int(said)) if said.isdigit() else share)
+
+
+@dataclass
+class Results:
+    """What was measured so far, by contender."""
+
+    runs: dict[str, list[Timed]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    code: int = 0
+    """130 or 75 where somebody had enough."""
+
+
+def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal) -> Results:
+    """Run all in turns."""
+    from lockstep.compare import read_run
+    from lockstep.events import read_events
+
+    found = Results()
+    turns = [(turn, *entrant) for turn in range(1, repeats + 1) for entrant in entrants.items()]
+    with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as temporary:
+        for number, (turn, contender, resolved) in enumerate(turns, start=1):
+            name = contender.name
+            if name in found.failures:
+                continue
+            folder = Path(temporary, f"run-{number}")
+            try:
+                with terminal.status(f"{name}: run {number} of {len(turns)}"), _own_environment(threads):
+                    outcome = _launch(contender, resolved.config, folder)
+            except KeyboardInterrupt:
+                found.code = 130
+                return found
+            gc.collect()  # torch's agent has timers whose thread must not be the one that finds them unused
+            if outcome.code in (75, 130):
+                found.code = outcome.code
+                return found
+            if outcome.code:
+                found.failures[name] = outcome.text or f"exit code {outcome.code}"
+                terminal.print(f"{name}: failed: {found.failures[name]}", style="red", markup=False, soft_wrap=True)
+                continue
+            timed = read_run(read_events(folder / "events.jsonl"), contender.is_baseline)
+            found.runs.setdefault(name, []).append(timed)
+            terminal.print(f"{name}: {timed.step:.4g} s a step (turn {turn} of {repeats})", style="dim", markup=False)
+    return found
+
+
+def _launch(contender: Contender, config: Config, folder: Path) -> Outcome:
+    worker = ["time", str(folder), *([contender.name] if contender.is_baseline else [])]
+    return launch_in(folder, config, worker, config.model_dump())
+
+
+@contextmanager
+def _own_environment(threads: int) -> Iterator[None]:
+    """What a launch sets is not for the next one."""
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _compared(entrants: Entrants, results: Results, machine: Machine) -> Comparison:
+    """What follows from the runs."""
+    from lockstep.compare import Comparison, remarks, tabulate
+
+    contenders, configs = list(entrants), [resolved.config for resolved in entrants.values()]
+    config = configs[0]
+    same_training = len({one.global_batch for one in configs}) == 1
+    rows = tabulate(
+        contenders,
+        results.runs,
+        results.failures,
+        same_training=same_training,
+        precision=config.precision,
+        dropout=bool(config.model.get("dropout")),
+    )
+    assert config.global_batch is not None
+    samples = f"{config.global_batch} samples a step: the same training on every layout"
+    if not same_training:
+        per_replica = config.global_batch // contenders[0].replicas
+        samples = f"{per_replica} samples a replica a step: another training on every layout (weak scaling)"
+    item = next((run.item for timed in results.runs.values() for run in timed), "samples")
+    notes = remarks(rows, machine, same_training=same_training)
+    return Comparison(f"{config.recipe}, {samples}", same_training, item, machine.cores, rows, notes)
+
+
+def _finish(comparison: Comparison, stopped: int, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+    """Show the table, with what it does not say by itself; returns the exit code."""
+    from lockstep.compare import draw_chart, to_json
+    from lockstep.compare_show import show_table
+
+    show_table(comparison, terminal)
+    code = stopped or int(any(row.failure or row.same_loss is False for row in comparison.rows))
+    if as_json:
+        print(json.dumps({"ok": code == 0, **to_json(comparison)}, allow_nan=False), flush=True)
+    elif code == 130:
+        print("lockstep: interrupted; the table has what was measured so far", file=sys.stderr)
+    if chart is not None:
+        opt.write_output(chart, draw_chart(comparison))
+        terminal.print(f"speed-ups drawn in {chart}", markup=False)
+    return code

@@ -1,0 +1,1 @@
+"""What the links between ranks can do: checked (doctor), measured (bench), and predicted (model)."""

@@ -1,0 +1,1 @@
+"""How it works inside, shown on real ranks: collectives, who holds what of a model, pipeline timetables."""

@@ -1,0 +1,109 @@
+"""Which tests wait for CI, and for which not even CI has time, because others show nearly the same in less.
+
+`make test` has ten minutes on two cores, all of CI forty. Entries are beginnings of node ids; conftest.py marks them.
+"""
+
+from __future__ import annotations
+
+SLOW = (
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights",
+    "tests/slurm/test_srun.py::test_two_nodes_with_two_ranks_each",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_another_layout_left_it",
+    "tests/parity/test_batch_norm.py::test_it_normalises_over_the_micro_batches_of_all_ranks",
+    "tests/faults/test_nodes.py::test_unequal_nodes_find_each_other_and_give_the_numbers_of_one_process",
+    "tests/faults/test_doctor.py::test_people_read_the_finding_and_its_fix",
+    "tests/faults/test_doctor.py::test_eight_ranks_on_three_axes_get_the_right_values_from_every_collective",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[skipped-collective]",
+    "tests/faults/test_fuzz.py::test_a_damaged_checkpoint_gives_the_right_weights_or_a_sentence",
+    "tests/faults/test_recover.py::test_a_loss_of_five_times_the_level_is_found_at_its_step_by_every_rank",
+    "tests/faults/test_invariants.py::test_a_sound_training_passes_every_check_on_every_layout",
+    "tests/parity/test_zoo.py::test_what_the_zoo_says_of_a_model_is_true",
+    "tests/parity/test_reshard.py::test_a_reader_written_from_the_documentation_alone_reads_the_same_bytes",
+    "tests/cli/test_launchers.py::test_the_unchanged_script_gives_the_numbers_of_plain_python",
+    "tests/cli/test_pipeline.py::test_a_recipe_trains_as_a_pipeline_and_says_how_it_is_cut",
+    "tests/dist/test_save.py::test_a_disk_that_fills_up_stops_the_run_and_all_older_checkpoints_are_whole",
+    "tests/cli/test_ckpt.py::test_an_export_holds_one_tensor_at_a_time",
+    "tests/dist/test_save.py::test_a_script_that_ends_while_a_checkpoint_is_written_waits_for_it",
+    "tests/parity/test_sharding.py::test_gradients_travel_in_the_format_that_was_asked_for",
+    "tests/parity/test_sharding.py::test_weights_stored_in_bf16_are_the_rounded_ones_of_fp32",
+)
+
+SOAK = (
+    # Of every kind of disturbance one stays: a daemon killed, a job preempted, a signal to a step and to a rank; one
+    # job is followed through a requeue, one cut off, one cancelled. The limit of a job is a minute at least, and a
+    # machine with much to do needs that to start.
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights[unplugged]",
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights[node-down]",
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights[crash",
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights[time-limit]",
+    "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights[requeue]",
+    "tests/slurm/test_submit.py::test_a_job_that_may_lose_a_node_goes_on_without_the_queue",
+    "tests/parity/test_compile.py::test_the_whole_table_gives_the_numbers_of_one_process",
+    "tests/parity/test_compile.py::test_a_compiled_run_goes_on_with_the_same_dropout_masks",
+    "tests/parity/test_compile.py::test_a_second_process_finds_the_compiled_code_on_disk",
+    "tests/parity/test_compile.py::test_compiled_batch_norm_counts_every_micro_batch_once",
+    "tests/parity/test_tensor.py::test_compiled_code_gives_the_numbers_of_one_eager_process[cp=2",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[usr1]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[stop-file]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[ctrl-c-twice]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[stopped-rank-0]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[asleep]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[exit-0]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[exit-2]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[kill-rank-0]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[kill-while-saving]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[terminate]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[exception-again]",
+    "tests/faults/test_verdicts.py::test_a_fault_ends_as_it_should[abort]",
+    "tests/faults/test_verdicts.py::test_without_restarts_the_verdict_is_final[memory]",
+    "tests/faults/test_verdicts.py::test_without_restarts_the_verdict_is_final[kill]",
+    "tests/faults/test_verdicts.py::test_without_restarts_the_verdict_is_final[segfault]",
+    "tests/faults/test_verdicts.py::test_without_restarts_the_verdict_is_final[exit-3]",
+    "tests/faults/test_nodes.py::test_a_node_that_joins_takes_part_and_no_step_is_lost",
+    "tests/faults/test_soak.py::test_random_kills_of_ranks_and_launchers_change_no_bit[6]",
+    "tests/faults/test_ends.py::test_a_run_under_nohup_survives_the_end_of_its_terminal",
+    "tests/faults/test_ends.py::test_a_crash_after_a_stop_is_a_crash",
+    "tests/faults/test_recover.py::test_ten_clean_trainings_give_no_alarm",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_any_layout_left_it[single]",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_any_layout_left_it[dp=2,fsdp=2]",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_any_layout_left_it[fsdp=2,tp=2]",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_any_layout_left_it[dp=4]",
+    "tests/parity/test_reshard.py::test_a_run_goes_on_as_any_layout_left_it[tp=2]",
+    "tests/parity/test_reshard.py::test_going_on_under_the_same_layout_changes_no_bit[fsdp=2,tp=2]",
+    "tests/dist/test_network.py::test_an_unknown_head_is_refused_on_every_rank",
+    "tests/dist/test_network.py::test_torchrun_on_two_hosts[static]",
+    "tests/dist/test_network.py::test_two_hosts_train_together_without_a_word_about_interfaces[none-address]",
+    "tests/cli/test_launchers.py::test_the_example_runs_unchanged_and_learns_the_same",
+    "tests/cli/test_train.py::test_the_default_recipe_learns_more_than_a_bigram_model",
+    "tests/cli/test_train.py::test_another_layout_gives_the_same_numbers[options1]",
+    "tests/cli/test_train.py::test_another_layout_gives_the_same_numbers[options2]",
+    "tests/cli/test_tensor.py::test_a_plain_script_is_proved[tp=2]",
+    "tests/benchmarks/test_peers.py::test_a_pipeline_trains_the_same_as_one_written_with_torch",
+    "tests/benchmarks/test_peers.py::test_cut_matrices_train_the_same_as_those_cut_with_torch",
+)
+"""Run by `make test-all`."""
+
+SOAKED_CELLS = {
+    # The cells of a table: all of their tests, which share one training.
+    "tests/parity/test_pipeline.py": (
+        *("pp=4-zbv-4", "pp=4-interleaved-zero-bubble-4", "pp=4-gpipe-1", "pp=4-looped-bfs-1"),
+        *("pp=2,fsdp=2-zero1-interleaved-zero-bubble-2", "pp=2-gpipe-1"),
+    ),
+    "tests/parity/test_tensor.py": ("fsdp=2,cp=2-zero1", "cp=4", "fsdp=2,tp=2-zero1"),
+    "tests/parity/test_sharding.py": ("fsdp=3-zero1",),
+    "tests/parity/test_layouts.py": ("fsdp=3-1-plain", "fsdp=4-2-plain"),
+    "tests/dist/test_pipeline.py": ("dropout in and outside of blocks-pp=2,fsdp=2-1f1b-zero3",),
+    "tests/parity/test_precision.py": ("dp=2,fsdp=2-fp32",),
+}
+
+
+def is_slow(node_id: str) -> bool:
+    """Whether CI runs it, and `make test` does not."""
+    return node_id.startswith(SLOW)
+
+
+def is_soak(node_id: str) -> bool:
+    """Whether only `make test-all` runs it."""
+    file, _, test = node_id.partition("::")
+    cells = SOAKED_CELLS.get(file, ())
+    return node_id.startswith(SOAK) or any(test.endswith(f"[{cell}]") for cell in cells)
