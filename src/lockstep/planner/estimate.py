@@ -1,0 +1,57 @@
+"""What the planner answers: bytes of a rank and seconds of a step, each as a sum of named terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest moment of one rank, in bytes, term by term."""
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    communication: float
+    """Gathered weights, buckets, what pipeline neighbours send."""
+    slack: float
+    """What the allocator holds and nobody uses, and workspaces of libraries."""
+    band: float
+    """The share by which the total may be wrong, either way."""
+
+    @property
+    def total(self) -> float:
+        """What has to fit."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.communication + self.slack
+
+
+@dataclass(frozen=True)
+class Time:
+    """One optimizer step, in seconds, term by term; they add up to `total`."""
+
+    compute: float
+    """Products and attention."""
+    memory_bound: float
+    """Norms, activations, residuals: as fast as memory is read."""
+    launch: float
+    """Waiting for kernels to be started."""
+    tensor: float
+    """Exposed communication of tp, and so on for each axis."""
+    context: float
+    pipeline: float
+    data: float
+    """fsdp and dp, as far as it is not hidden behind compute."""
+    bubble: float
+    optimizer: float
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Communication behind compute, by axis: not part of the total."""
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        parts = (self.compute, self.memory_bound, self.launch, self.tensor, self.context, self.pipeline, self.data)
+        return sum(parts) + self.bubble + self.optimizer

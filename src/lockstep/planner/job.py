@@ -1,0 +1,54 @@
+"""One training as it would run: a model, a machine, and how the work is cut. What is estimated is estimated of a Job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from lockstep.config import Schedule
+from lockstep.layout import Layout
+from lockstep.planner.hardware import Machine
+from lockstep.planner.model import Model
+
+Recompute = Literal["none", "selective", "full"]
+"""selective: attention alone, as Megatron does. Lockstep has none and full; the others are for published runs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides memory and time."""
+
+    model: Model
+    machine: Machine
+    layout: Layout
+    global_batch: int
+    micro_batch: int
+    recompute: Recompute = "none"
+    zero: Literal[0, 1, 2, 3] = 3
+    """What the fsdp axis shards: 1 optimizer state, 2 gradients too, 3 weights too."""
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int = 1
+    sequence_parallel: bool = True
+    """With tp: norms and residuals work on some tokens a rank."""
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "fp4"] = "bf16"
+    flash: bool = True
+    compiled: bool = False
+    stack: str = "lockstep"
+    """Whose software: planner/stacks.py knows what differs between them."""
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.layout.data_size
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Of a step, per data rank; the fullest of them where the batch does not divide."""
+        samples = -(-self.global_batch // self.data_size)
+        return -(-samples // self.micro_batch)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.global_batch * self.model.sequence

@@ -1,0 +1,141 @@
+"""A model as the planner sees it: parts in the order of the forward, each with its parameters, products and values.
+
+Numbers are those of ONE sample (of `Model.sequence` tokens, for a model of text) and of one forward. What tensor
+parallelism divides is counted apart from what it leaves whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Cut = Literal["columns", "inner", "whole"]
+"""What tensor parallelism does to a product: cut its columns, its inner dim (and sum up), or nothing."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[rows, inner] x [inner, columns]; a convolution counts as the product that it is."""
+
+    rows: int
+    inner: int
+    columns: int
+    cut: Cut = "whole"
+
+    @property
+    def flops(self) -> float:
+        """Of the forward, before any cut."""
+        return 2.0 * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Scores of every token with the tokens before it (`causal`), or with all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    causal: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of both products over the whole square; a causal kernel needs half of it."""
+        return 4.0 * self.heads * self.head_dim * self.tokens**2
+
+    @property
+    def scores(self) -> int:
+        """Elements of the square that a kernel without flash writes down."""
+        return self.heads * self.tokens**2
+
+
+@dataclass(frozen=True)
+class Part:
+    """An embedding, one of the repeated blocks, or the head."""
+
+    name: str
+    count: int
+    """How many there are of it, one after the other."""
+    parameters: int
+    """Of one."""
+    cut_parameters: int
+    """Of these, how many tensor parallelism divides."""
+    matmuls: tuple[Matmul, ...] = ()
+    attention: Attention | None = None
+    kept: float = 0.0
+    """Elements kept for the backward that tensor parallelism alone leaves whole; by sequence they are divided too."""
+    cut_kept: float = 0.0
+    """Elements kept for the backward that tensor parallelism divides. Scores of attention without flash not counted."""
+    kept_bytes: float = 0.0
+    """Bytes kept that do not depend on the number format: masks, indices, statistics, values that are always fp32."""
+    traffic: float = 0.0
+    """Elements that everything but products and attention reads and writes, where tensor parallelism leaves them whole."""
+    cut_traffic: float = 0.0
+    """The same where tensor parallelism divides it."""
+    kernels: int = 0
+    """Kernels that a forward starts, when nothing is compiled."""
+    border: float = 0.0
+    """Elements that it hands on: what recompute keeps, and what crosses between pipeline stages."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a transformer, as a Hugging Face config has them."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    kv_heads: int = 0
+    """0: as many as heads."""
+    head_dim: int = 0
+    """0: hidden / heads."""
+    gated: bool = False
+    """Three matrices in the MLP (SwiGLU) instead of two."""
+    tied: bool = True
+    """The head shares the weights of the embedding."""
+    positions: int = 0
+    """Learned positions; 0: rotary or none."""
+    biases: bool = True
+    causal: bool = True
+    norm: Literal["layer", "rms"] = "layer"
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, for samples of one size."""
+
+    name: str
+    parts: tuple[Part, ...]
+    sequence: int
+    """Tokens of a sample; 1 for a model whose samples are not sequences."""
+    shape: Shape | None = None
+    """None: found by tracing a module, which is not known to be a transformer."""
+
+    @property
+    def blocks(self) -> Part:
+        """The repeated part."""
+        return max(self.parts, key=lambda part: part.count)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Each counted once."""
+        return sum(part.count * part.parameters for part in self.parts)
+
+    @cached_property
+    def matmul_flops(self) -> float:
+        """Of the forward of one sample."""
+        return sum(part.count * matmul.flops for part in self.parts for matmul in part.matmuls)
+
+    @cached_property
+    def attention_flops(self) -> float:
+        """Of the forward of one sample, half the square where it is causal."""
+        found = ((part.count, part.attention) for part in self.parts if part.attention)
+        return sum(count * attention.flops * (0.5 if attention.causal else 1.0) for count, attention in found)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts)
