@@ -1,4 +1,4 @@
-"""One training as it would run: a model, a machine, and how the work is cut. What is estimated is estimated of a Job."""
+"""One training as it would run: a model, a machine, and how the work is cut. It is what all estimates are about."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Part:
     kept_bytes: float = 0.0
     """Bytes kept that do not depend on the number format: masks, indices, statistics, values that are always fp32."""
     traffic: float = 0.0
-    """Elements that everything but products and attention reads and writes, where tensor parallelism leaves them whole."""
+    """Elements that all but products and attention reads and writes, where tensor parallelism leaves them whole."""
     cut_traffic: float = 0.0
     """The same where tensor parallelism divides it."""
     kernels: int = 0
