@@ -38,7 +38,7 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
         gpus_per_node=each,
         nodes=measured,
         inside=_inside(bench),
-        outside=_outside(bench, ranks),
+        outside=network_link(bench, ranks),
         warnings=() if bench.complete else ("lockstep bench was interrupted here: some numbers are missing",),
     )
 
@@ -102,14 +102,12 @@ def _inside(bench: Bench) -> Link:
     fits = [fit for fit in bench.fits if fit.collective == "all-reduce" and fit.beta > 0]
     if fits and len(set(bench.nodes)) == 1:
         widest = max(fits, key=lambda fit: fit.ranks)
-        return Link(
-            widest.alpha / (2 * (widest.ranks - 1)), widest.beta / bus_factor("all-reduce", widest.ranks)
-        )
+        return Link(widest.alpha / (2 * (widest.ranks - 1)), widest.beta / bus_factor("all-reduce", widest.ranks))
     pairs = medians(bench.pairs, bench.nodes).get(True)
     return Link(pairs[1], 1e-9 / pairs[0]) if pairs else Link(0.0, 0.0)
 
 
-def _outside(bench: Bench, ranks: int) -> Link:
+def network_link(bench: Bench, ranks: int) -> Link:
     """Between nodes: all ranks of a node sent at the same time, each to one of another node."""
     pairs = medians(bench.pairs, bench.nodes).get(False)
     return Link(pairs[1], 1e-9 / (pairs[0] * ranks)) if pairs else Link(0.0, 0.0)
