@@ -137,7 +137,7 @@ def _follow_blocks(blocks: Sequence[nn.Module], watch: Watch) -> Iterator[Any]:
 
     for number, block in enumerate(blocks, start=1):
         yield block.register_forward_pre_hook(lambda _, given, number=number: enter(number, given))
-        yield block.register_forward_hook(lambda _, given, out, number=number: leave(number, out))
+        yield block.register_forward_hook(lambda _, __, out, number=number: leave(number, out))
 
 
 def _elements(values: Any) -> float:
@@ -157,15 +157,15 @@ def _as_on_a_gpu(watch: Watch) -> Iterator[None]:
         part = watch.seen[watch.at]
         part.attentions.append(Attention(heads, kv_heads, query.shape[-1], tokens, causal))
         part.kernels += 1
-        return _Flash.apply(query, key, value)  # type: ignore[no-any-return,no-untyped-call]
+        return _Flash.apply(query, key, value)  # type: ignore[no-any-return]
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return drop(input, p, training, inplace)
         part = watch.seen[watch.at]
         part.kernels += 1
         part.traffic += 2.0 * input.numel()
-        return _Dropped.apply(input)  # type: ignore[no-any-return,no-untyped-call]
+        return _Dropped.apply(input)  # type: ignore[no-any-return]
 
     with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", dropout):
         yield

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config import Config
+from lockstep.data.images import MNIST_SIDE
 from lockstep.errors import UserError, nearest
 from lockstep.planner.follow import follow
 from lockstep.planner.model import Model
@@ -85,10 +86,10 @@ def _of_settings(settings: Any) -> tuple[Callable[[], nn.Module], Callable[..., 
     if isinstance(settings, catalog.DigitsSettings):
         return lambda: vision.DigitReader(settings), vision.loss, torch.zeros(SAMPLES, vision.PIXELS), classes
     if isinstance(settings, catalog.MnistSettings):
-        pixels = torch.zeros(SAMPLES, 1, vision.MNIST_SIDE, vision.MNIST_SIDE)
+        pixels = torch.zeros(SAMPLES, 1, MNIST_SIDE, MNIST_SIDE)
         return lambda: vision.mnist_model(settings), vision.loss, pixels, classes
     if isinstance(settings, catalog.Cifar10Settings):
-        return lambda: resnet.ResNet18(settings), resnet.loss, torch.zeros(SAMPLES, 3, 32, 32), classes
+        return lambda: resnet.ResNet18(settings), vision.loss, torch.zeros(SAMPLES, 3, 32, 32), classes
     if isinstance(settings, catalog.Wikitext2Settings):
         words = torch.zeros(SAMPLES, settings.context, dtype=torch.long)
         return lambda: wikitext.WordModel(settings, WIKITEXT_WORDS), wikitext.loss, words, words
