@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +40,17 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
         nodes=measured,
         inside=_inside(bench),
         outside=_outside(bench, ranks),
-        warnings=() if bench.complete else ("lockstep bench was interrupted here: some numbers are missing",),
+        warnings=_warnings(bench),
     )
+
+
+def _warnings(bench: Bench) -> tuple[str, ...]:
+    found = []
+    if not bench.complete:
+        found.append("lockstep bench was interrupted: some links may be missing")
+    if socket.gethostname() not in bench.hosts:
+        found.append(f"lockstep bench measured {bench.hosts[0]}, and this is {socket.gethostname()}")
+    return tuple(found)
 
 
 def newest_bench() -> Bench:
