@@ -201,6 +201,11 @@ def test_recipes_are_planned_before_their_data_are_fetched(tmp_path: Path, monke
     assert found["cifar10"].parameters == 11_173_962
     assert found["mnist"].parameters == 784 * 256 + 256 + 256 * 10 + 10
     assert found["wikitext2"].blocks.count == 2
+    layer = found["wikitext2"].blocks
+    assert [product.cut for product in layer.matmuls] == ["columns", "inner", "columns", "inner"]
+    # Queries, keys, values and their mix; both norms and both products of the MLP keep what they read, and attention.
+    assert layer.cut_kept == pytest.approx(60 * 200 * 4, rel=0.01)
+    assert layer.kept == pytest.approx(60 * 200 * 7, rel=0.01)
     assert find_model("wikitext2", None, {"model": {"layers": 5}}).blocks.count == 5
 
 
@@ -255,8 +260,10 @@ def test_a_followed_gpt_has_the_numbers_of_the_formulas(source: str) -> None:
     block, formula = followed.blocks, computed.blocks
     assert (block.count, block.parameters, block.border) == (3, formula.parameters, formula.border)
     assert block.attention == formula.attention
-    kept = 4 * block.kept + block.kept_bytes
-    assert kept == pytest.approx(4 * (formula.kept + formula.cut_kept) + formula.kept_bytes, rel=0.01)
+    assert block.matmuls == formula.matmuls  # and how tensor parallelism cuts each of them
+    assert block.cut_parameters == formula.cut_parameters
+    assert block.kept == pytest.approx(formula.kept, rel=0.03)  # the statistics of norms are counted here
+    assert block.cut_kept == pytest.approx(formula.cut_kept, rel=0.03)
     assert "32 tokens" in followed.notes[0]
 
 
