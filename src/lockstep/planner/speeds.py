@@ -29,6 +29,8 @@ class Speeds:
     """Replicas sum gradients up while the backward goes on."""
     regathers: bool = False
     """With sharded optimizer state, gradients are summed on every rank and weights gathered, instead of scattered."""
+    scatters_once: bool = False
+    """Shards of gradients are made in the last backward of a step, not in every one."""
     balanced: bool = False
     """The last pipeline stage has fewer blocks, because of the head."""
     selective_half: bool = False
@@ -36,7 +38,7 @@ class Speeds:
 
 
 SPEEDS = {
-    "lockstep": Speeds(0.9, 1.5, 0.95, 0.4, balanced=True),
+    "lockstep": Speeds(0.9, 1.5, 0.95, 0.4, scatters_once=True, balanced=True),
     "composer": Speeds(0.9, 1.5, 0.95, 0.4),
     "torchtitan": Speeds(0.86, 1.05, 0.65, 0.15, selective_half=True),
     "nanotron": Speeds(0.9, 2.5, 1.15, 0.4, step_bytes=80.0, balanced=True),
