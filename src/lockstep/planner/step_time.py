@@ -21,6 +21,10 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64
 """What one multiprocessor computes at a time: rows, columns, and the share of the best speed it reaches."""
 DEPTH = 400.0
 """Length of the inner dim at which a product reaches half its speed: a tile has to be filled and drained."""
+FP32_DEPTH = 50.0
+"""The same without tensor cores, beside whose speed filling a tile hardly shows."""
+FP32_SHARE = 0.8
+"""Of the peak, that products without tensor cores keep up: they do not draw the power that limits the others."""
 UNALIGNED = ((8, 0.5), (64, 0.75))
 """A product whose inner dim or columns are no multiple of so many elements reaches so much of its speed."""
 NARROW = {"fp8": 1.0, "fp4": 0.6}
@@ -29,7 +33,7 @@ BACKWARD_SPEED = 0.75
 """Of a flash kernel's backward, relative to its forward."""
 ASYNC_TENSOR = 0.3
 """What still shows of tensor-parallel communication that runs beside the products."""
-COMPILED = 0.5
+COMPILED = 0.6
 """Kernels, and bytes moved beside products, that are left when torch.compile has fused what it can."""
 ADAM_BYTES = 30
 """Read and written for every parameter: weight, two moments, gradient, and the copy that computes."""
@@ -90,7 +94,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     return Time(
         compute=times * (stage.products + stage.attention),
         memory_bound=times * stage.traffic,
-        launch=times * stage.waiting,
+        # What Python does once a step shows only where the GPU waits for it anyway.
+        launch=times * stage.waiting + (speeds.once if stage.waiting > stage.total / 2 else 0.0),
         tensor=times * count * tensor,
         context=times * count * context,
         pipeline=times * crossing,
@@ -120,7 +125,7 @@ def product_seconds(
 ) -> float:
     """[rows, inner] x [inner, columns], so many of them at once: by flops at `speed`, or by bytes of `width` each."""
     share = fill(max(1, round(rows)), max(1, round(columns)), max(1, round(batch)), gpu.multiprocessors)
-    share *= inner / (inner + DEPTH)
+    share *= inner / (inner + (DEPTH if width == 2 else FP32_DEPTH))
     for multiple, slower in UNALIGNED:
         if round(inner) % multiple or round(columns) % multiple:
             share *= slower
@@ -136,7 +141,8 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
     width = 4 if job.precision == "fp32" else 2
     # Only products of the blocks are narrower than 16 bits: embedding, head and attention are not.
     narrow = job.precision in NARROW
-    wide_speed = gpu.tflops["bf16" if narrow else job.precision] * 1e12 * gpu.matmul * speeds.matmul
+    kept_up = FP32_SHARE if job.precision == "fp32" else gpu.matmul
+    wide_speed = gpu.tflops["bf16" if narrow else job.precision] * 1e12 * kept_up * speeds.matmul
     speed = wide_speed
     moved = (part.traffic / (tp if job.sequence_parallel else 1) + part.cut_traffic / tp) * scale * width
     products = [_cut(matmul, scale, tp) for matmul in part.matmuls]
