@@ -84,41 +84,11 @@ class Case:
         return self.status.lower() == "oom"
 
 
-GPUS = (
-    ("H100-SXM-96", 989.0, 0.80, 96.0, 2400.0, 132, 500.0),
-    ("H100", 989.0, 0.80, 80.0, 3350.0, 132, 700.0),
-    ("H200", 989.0, 0.80, 141.0, 4800.0, 132, 700.0),
-    ("H800", 989.0, 0.80, 80.0, 3350.0, 132, 700.0),
-    ("GB200", 2500.0, 0.73, 186.0, 8000.0, 148, 1200.0),
-    ("GB300", 2500.0, 0.73, 288.0, 8000.0, 148, 1400.0),
-    ("B200", 2250.0, 0.78, 180.0, 8000.0, 148, 1000.0),
-    ("A100-SXM-40", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100-40", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100-SXM (DGX-A100, 2020)", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100", 312.0, 0.87, 80.0, 2039.0, 108, 400.0),
-    ("V100-SXM2-16", 125.0, 0.8, 16.0, 900.0, 80, 300.0),
-    ("V100", 125.0, 0.8, 32.0, 900.0, 80, 300.0),
-)
-
-
-def known_gpu(name: str) -> Gpu:
-    """A GPU by the name a table gives it."""
-    for start, peak, reach, gigabytes, speed, multiprocessors, watts in GPUS:
-        if name.startswith(start):
-            tflops = {"fp16": peak} | ({} if start.startswith("V100") else {"bf16": peak})
-            if peak > 900:
-                tflops["fp8"] = 2 * peak
-            if peak > 2000:
-                tflops["fp4"] = 4 * peak
-            return Gpu(name, tflops, reach, gigabytes, speed, multiprocessors, watts, watts / 8, "hardware.csv")
-    raise UserError(f"there is no GPU {name}", "name one of the catalogue")
-
-
 class _UnreadableError(Exception):
     """A row is not a job."""
 
 
-def read_cases(path: Path, find_gpu: Callable[[str], Gpu] = known_gpu) -> list[Case]:
+def read_cases(path: Path, find_gpu: Callable[[str], Gpu]) -> list[Case]:
     """Every row of a table (`.csv` or `.csv.gz`) with the columns of the published cases."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -131,7 +101,7 @@ def read_cases(path: Path, find_gpu: Callable[[str], Gpu] = known_gpu) -> list[C
     return [read_case(row, find_gpu) for row in rows]
 
 
-def read_case(row: Row, find_gpu: Callable[[str], Gpu] = known_gpu) -> Case:
+def read_case(row: Row, find_gpu: Callable[[str], Gpu]) -> Case:
     """One row."""
     assumed: list[str] = []
     try:
