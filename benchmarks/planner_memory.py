@@ -140,7 +140,7 @@ def measure(cell: Cell, device: str, folder: Path, share_gpu: bool, counter: Pat
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     found = [folder / f"{rank}.json" for rank in range(layout.world_size)]
     if done.returncode or not all(file.is_file() for file in found):
-        raise RuntimeError(f"{cell.name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"failed:\n{(done.stdout + done.stderr)[-2000:]}")
     return [json.loads(file.read_text()) for file in found]
 
 

@@ -86,6 +86,8 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     own = blocks * block_parameters + ends
     whole_gradients = job.zero < 2 or (stack.accumulates_whole and micro_batches > 1)
     parameters, gradients, optimizer = states(stack, own, job.zero, shards, whole_gradients)
+    if job.precision == "bf16":
+        gradients += stack.bf16_gradients * own
 
     # What the backward needs, of all micro-batches in flight.
     of_stages = job.stages_per_rank if layout.pp > 1 else 1
@@ -172,8 +174,10 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
     rounded = block.kept - block.kept_residual
     whole = block.kept_residual * residual + rounded * width + block.kept_bytes + stack.copies * block.border * width
     kept = whole / rows + block.cut_kept * width / tp
-    if rows > 1 and stack.keeps_gathered_input and job.layout.pp == 1:
-        kept += 2 * block.border * width * (1 - 1 / tp)
+    if job.layout.pp > 1:
+        kept += stack.pipeline_copies * block.border * width / rows
+    if rows > 1 and (job.layout.pp == 1 or tp <= job.machine.gpus_per_node):
+        kept += stack.gathered_inputs / (1 if job.layout.pp == 1 else 2) * block.border * width * (1 - 1 / tp)
     if block.attention and not job.flash and job.recompute == "none":
         # Softmax and, with dropout, its mask and what it leaves.
         dropped = job.model.shape is not None and job.model.shape.dropout
