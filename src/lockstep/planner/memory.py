@@ -100,7 +100,6 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     if stack.casts_weights and width == 2.0:
         # Every forward makes its own copies; a block that recomputes itself makes them again.
         activations += 2.0 * (0.0 if job.recompute == "full" else flights * blocks * block_parameters)
-        activations += 2.0 * (end_weights if has_last else 0.0)
 
     # What is gathered, on its way to other ranks, or comes from them.
     communication = 0.0
@@ -122,13 +121,17 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     live = _live_block(job, stack, block, width) * samples
     if stack.casts_weights and width == 2.0 and job.recompute == "full":
         live += 2.0 * block_parameters
-    logits = loss = 0.0
+    logits = loss = head = 0.0
     if has_last and model.logits:
         waiting = micro_batches - 1 if job.schedule in ("gpipe", "looped-bfs") and layout.pp > 1 else 0
-        activations += samples * _edge(job, stack, model.last, width) * (1 + waiting)
+        head = samples * _edge(job, stack, model.last, width)
+        activations += head * waiting
         logits = samples * model.logits / tp * stack.kept_logits * waiting
         loss = samples * model.logits / tp * (stack.cut_logits if tp > 1 else stack.logits)
-    if loss > live + one_block:
+        if stack.casts_weights and width == 2.0:
+            head += 2.0 * end_weights
+    if loss + head > live + one_block:
+        activations += head
         logits += loss
     else:
         activations += live
