@@ -98,14 +98,15 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(layers=6, width=256, heads=8, context=256, vocabulary=2048, micro_batch=4),
-    "cuda": Size(layers=12, width=1024, heads=16, context=1024, vocabulary=32768, micro_batch=4),
+    "small": Size(layers=6, width=256, heads=8, context=256, vocabulary=2048, micro_batch=4),
+    "wide": Size(layers=4, width=384, heads=6, context=128, vocabulary=4096, micro_batch=8),
+    "large": Size(layers=12, width=1024, heads=16, context=1024, vocabulary=32768, micro_batch=4),
 }
 
 
-def job_of(cell: Cell, device: str) -> Job:
+def job_of(cell: Cell, size: Size, device: str) -> Job:
     """The cell as the planner sees it."""
-    size, layout = SIZES[device], Layout.parse(cell.layout)
+    layout = Layout.parse(cell.layout)
     gpu = Gpu(device, {"fp32": 1.0, "bf16": 1.0}, 1.0, 100.0, 100.0, 1, 1.0, 1.0, "not asked")
     link = Link(1e-5, 1e-9)
     return Job(
@@ -129,22 +130,23 @@ def compile_counter(folder: Path) -> Path:
     return library
 
 
-def measure(cell: Cell, device: str, folder: Path, share_gpu: bool, counter: Path | None) -> list[float]:
+def measure(cell: Cell, options: argparse.Namespace, folder: Path, counter: Path | None) -> list[float]:
     """The peak of every rank, in bytes."""
     layout = Layout.parse(cell.layout)
-    command = [sys.executable, "-m", "lockstep.cli", "run", "--layout", cell.layout, "--device", device]
+    command = [sys.executable, "-m", "lockstep.cli", "run", "--layout", cell.layout, "--device", options.device]
     command += ["--nproc", str(layout.world_size), "--run-dir", str(folder / "run"), "--restarts", "0"]
-    command += ["--share-gpu"] * (share_gpu and layout.world_size > 1)
-    command += [__file__, "--worker", str(CELLS.index(cell)), "--device", device, "--out", str(folder)]
+    command += ["--share-gpu"] * (options.share_gpu and layout.world_size > 1)
+    command += [__file__, "--worker", str(CELLS.index(cell)), "--device", options.device, "--size", options.size]
+    command += ["--out", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"LD_PRELOAD": str(counter)} if counter else {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     found = [folder / f"{rank}.json" for rank in range(layout.world_size)]
     if done.returncode or not all(file.is_file() for file in found):
-        raise RuntimeError(f"{cell.name} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"failed:\n{(done.stdout + done.stderr)[-2000:]}")
     return [json.loads(file.read_text()) for file in found]
 
 
-def work(cell: Cell, device: str, out: Path) -> None:
+def work(cell: Cell, size: Size, device: str, out: Path) -> None:
     """One rank of a cell."""
     import torch
     from gpt2 import GPT2
@@ -153,7 +155,6 @@ def work(cell: Cell, device: str, out: Path) -> None:
 
     import lockstep
 
-    size = SIZES[device]
     shape = GptShape(size.layers, size.width, size.heads, size.context, size.vocabulary)
 
     def build() -> nn.Module:
@@ -208,14 +209,16 @@ def main() -> int:
     """Measure the cells, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--size", choices=SIZES, help="the model (default: small on CPUs, large on GPUs)")
     parser.add_argument("--share-gpu", action="store_true", help="ranks share one GPU")
     parser.add_argument("--cells", help="only those whose name contains one of these, by comma")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.size = options.size or {"cpu": "small", "cuda": "large"}[options.device]
     if options.worker is not None:
-        work(CELLS[options.worker], options.device, options.out)
+        work(CELLS[options.worker], SIZES[options.size], options.device, options.out)
         return 0
     chosen = [
         cell for cell in CELLS if not options.cells or any(part in cell.name for part in options.cells.split(","))
@@ -227,13 +230,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             counter = compile_counter(Path(folder)) if options.device == "cpu" else None
             try:
-                peaks = measure(cell, options.device, Path(folder), options.share_gpu, counter)
+                peaks = measure(cell, options, Path(folder), counter)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"{cell.name:34} {error}")
                 rows.append({"cell": cell.name, "failed": str(error)})
                 continue
         for rank, peak in enumerate(peaks):
-            memory = predicted_for(job_of(cell, options.device), rank)
+            memory = predicted_for(job_of(cell, SIZES[options.size], options.device), rank)
             error = memory.allocated / peak - 1
             terms = {
                 name: round(getattr(memory, name) / MIB, 1)
@@ -268,7 +271,7 @@ def main() -> int:
     if errors:
         print(f"largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}; wanted {WANTED:.0%}")
     if options.json:
-        options.json.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"device": options.device, "size": options.size, "rows": rows}, indent=1))
     return (
         0 if errors and len(errors) == sum("rank" in row for row in rows) == len(rows) and max(errors) <= WANTED else 1
     )

@@ -35,6 +35,16 @@ def fits(job: Job, memories: tuple[Memory, ...]) -> bool:
     return max(memory.total * (1 + memory.band) for memory in memories) <= gpu.memory_gb * 1e9 * gpu.usable
 
 
+def states(
+    stack: Stack, parameters: float, zero: int, shards: int, whole_gradients: bool = False
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state of a rank that is responsible for so many parameters."""
+    sharded = zero == 3 or (zero == 2 and stack.gathers_for_zero2)
+    weights = stack.weights * parameters / (shards if sharded else 1)
+    gradients = stack.gradients * parameters / (1 if whole_gradients or zero < 2 else shards)
+    return weights, gradients, stack.optimizer * parameters / (shards if zero else 1)
+
+
 def in_flight(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int, rank: int) -> int:
     """Forwards of stages that a rank holds at most, as the timetables of parallel/timetable.py have it."""
     everything = micro_batches * per_rank
@@ -74,11 +84,10 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     ends, end_weights = model.end_parameters(has_first, has_last, tp)
     block_parameters = block.parameters - block.cut_parameters * (1 - 1 / tp)
     own = blocks * block_parameters + ends
-    sharded = job.zero == 3 or (job.zero == 2 and stack.gathers_for_zero2)
-    parameters = stack.weights * own / (shards if sharded else 1)
     whole_gradients = job.zero < 2 or (stack.accumulates_whole and micro_batches > 1)
-    gradients = stack.gradients * own / (1 if whole_gradients else shards)
-    optimizer = stack.optimizer * own / (shards if job.zero else 1)
+    parameters, gradients, optimizer = states(stack, own, job.zero, shards, whole_gradients)
+    if job.precision == "bf16":
+        gradients += stack.bf16_gradients * own
 
     # What the backward needs, of all micro-batches in flight.
     of_stages = job.stages_per_rank if layout.pp > 1 else 1
@@ -91,7 +100,6 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     if stack.casts_weights and width == 2.0:
         # Every forward makes its own copies; a block that recomputes itself makes them again.
         activations += 2.0 * (0.0 if job.recompute == "full" else flights * blocks * block_parameters)
-        activations += 2.0 * (end_weights if has_last else 0.0)
 
     # What is gathered, on its way to other ranks, or comes from them.
     communication = 0.0
@@ -113,13 +121,17 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     live = _live_block(job, stack, block, width) * samples
     if stack.casts_weights and width == 2.0 and job.recompute == "full":
         live += 2.0 * block_parameters
-    logits = loss = 0.0
+    logits = loss = head = 0.0
     if has_last and model.logits:
         waiting = micro_batches - 1 if job.schedule in ("gpipe", "looped-bfs") and layout.pp > 1 else 0
-        activations += samples * _edge(job, stack, model.last, width) * (1 + waiting)
+        head = samples * _edge(job, stack, model.last, width)
+        activations += head * waiting
         logits = samples * model.logits / tp * stack.kept_logits * waiting
         loss = samples * model.logits / tp * (stack.cut_logits if tp > 1 else stack.logits)
-    if loss > live + one_block:
+        if stack.casts_weights and width == 2.0:
+            head += 2.0 * end_weights
+    if loss + head > live + one_block:
+        activations += head
         logits += loss
     else:
         activations += live
@@ -165,8 +177,10 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
     rounded = block.kept - block.kept_residual
     whole = block.kept_residual * residual + rounded * width + block.kept_bytes + stack.copies * block.border * width
     kept = whole / rows + block.cut_kept * width / tp
-    if rows > 1 and stack.keeps_gathered_input and job.layout.pp == 1:
-        kept += 2 * block.border * width * (1 - 1 / tp)
+    if job.layout.pp > 1:
+        kept += stack.pipeline_copies * block.border * width / rows
+    if rows > 1 and (job.layout.pp == 1 or tp <= job.machine.gpus_per_node):
+        kept += stack.gathered_inputs / (1 if job.layout.pp == 1 else 2) * block.border * width * (1 - 1 / tp)
     if block.attention and not job.flash and job.recompute == "none":
         # Softmax and, with dropout, its mask and what it leaves.
         dropped = job.model.shape is not None and job.model.shape.dropout

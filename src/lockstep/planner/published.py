@@ -34,6 +34,7 @@ STACKS = (
     ("llm-foundry", "composer"),
     ("nanotron", "nanotron"),
     ("ultra-scale", "nanotron"),
+    ("gpt2.md [megatron]", "megatron"),
     ("bigscience", "deepspeed-megatron"),
     ("vtrain", "deepspeed-megatron"),
     ("deepspeed", "deepspeed-megatron"),

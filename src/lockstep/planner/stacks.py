@@ -39,8 +39,15 @@ class Stack:
     """Gradients are reduced in the last backward only: until then every rank has whole ones, sharded or not."""
     gradients_stay: bool = True
     """Gradients have their memory all the time; else they come into being in the backward."""
-    keeps_gathered_input: bool = False
-    """With sequence parallelism: the gathered input of a product is kept instead of gathered again (without pp)."""
+    gathered_inputs: float = 0.0
+    """With sequence parallelism: inputs of products, of width hidden, that a block keeps gathered instead of in parts.
+
+    With pp half of them, and only where tp stays in a node.
+    """
+    pipeline_copies: float = 0.0
+    """As `copies`, with pp."""
+    bf16_gradients: float = 0.0
+    """Of a parameter, in gradients that are accumulated in fp32 beside those in bf16."""
     selective: Literal["attention", "products"] = "attention"
     """What recompute "selective" leaves out: attention, or all but attention and every other product."""
     logits: float = 12.0
@@ -86,15 +93,19 @@ STACKS = {
         # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
         Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
         Stack("megatron-core", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
+        # DeepSpeed's ZeRO-1 has gradients in 16 bits and, of its own part, weights, moments and gradients in fp32; its
+        # optimizer for bf16 accumulates all gradients in fp32. Buckets of 5e8 elements, communicators: nvidia-smi's.
         Stack(
             "deepspeed-megatron",
             weights=2.0,
-            gradients=4.0,
-            optimizer=12.0,
+            gradients=2.0,
+            optimizer=16.0,
             gathered=2.0,
             summed=2.0,
-            fragments=0.1,
-            base=1e9,
+            bf16_gradients=4.0,
+            fragments=0.2,
+            base=5e9,
+            band=0.12,
         ),
         # FSDP2 with fp32 shards and a bf16 policy; peak reserved.
         Stack(
@@ -107,8 +118,11 @@ STACKS = {
             gradients_stay=False,
             selective="products",
             shards_over_context=True,
-            fragments=0.1,
+            # loss_parallel goes back through x, its one-hot, exp(x) and their sum, all in fp32.
+            cut_logits=16.0,
+            fragments=0.15,
             base=0.5e9,
+            band=0.15,
         ),
         Stack(
             "composer",
@@ -119,6 +133,10 @@ STACKS = {
             summed=4.0,
             gathers_for_zero2=True,
             gradients_stay=False,
+            # Its loss is a fused kernel that reads and writes logits in 16 bits (loss_fn: fused_crossentropy).
+            logits=6.0,
+            cut_logits=6.0,
+            kept_logits=2.0,
             fragments=0.1,
             base=0.5e9,
         ),
@@ -132,10 +150,14 @@ STACKS = {
             summed=2.0,
             buckets=1.0,
             copies=3.0,
-            keeps_gathered_input=True,
+            pipeline_copies=1.0,
+            gathered_inputs=2.0,
             by_work=True,
             base=0.3e9,
+            band=0.12,
         ),
+        # ZeRO's arithmetic: weights and gradients in fp16, 12 bytes of optimizer state (arXiv 1910.02054, Figure 1).
+        Stack("zero-paper", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, band=0.0),
         # fp32 master weights and bf16 weights, moments in fp32, gradients in bf16 (train_gpt2.cu).
         Stack("llm.c", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, base=0.5e9),
     )
