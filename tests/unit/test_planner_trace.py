@@ -11,11 +11,12 @@ from torch import nn
 from lockstep.comm.model import Link
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.dry_run import Training, Watch
+from lockstep.planner.dry_run import Training
 from lockstep.planner.estimate import Memory
 from lockstep.planner.hardware import Gpu, Machine
 from lockstep.planner.job import Job
 from lockstep.planner.model import Shape
+from lockstep.planner.storages import Watch
 from lockstep.planner.torch_model import Transformer
 from lockstep.planner.trace import Collectives, Traced, cross_check, cross_check_text, trace_memory
 from lockstep.planner.transformer import transformer
@@ -67,7 +68,7 @@ def test_1024_ranks_hold_a_1024th_each_and_gather_a_block_at_a_time() -> None:
 
 
 def test_tensor_parallelism_halves_matrices_and_leaves_norms_whole() -> None:
-    traced = trace_memory(job("fsdp=4,tp=2"))
+    traced = trace_memory(job("fsdp=4,tp=2", recompute="full"))
     matrices = LAYERS * (BLOCK - 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN
     norms = (2 * LAYERS + 1) * HIDDEN
     assert traced.parameters == 4 * (matrices // 2 + norms) // 4
@@ -144,6 +145,15 @@ def test_what_cannot_be_traced_is_refused_by_name(layout: str, changes: dict[str
     with pytest.raises(UserError, match=named) as refused:
         trace_memory(job(layout, **changes))
     assert "dp, fsdp and tp" in refused.value.fix
+
+
+def test_an_rms_norm_keeps_on_a_gpu_what_its_kernel_keeps() -> None:
+    many = job("single", global_batch=64, micro_batch=64)
+    of_a_gpu = replace(many.machine, gpu=replace(GPU, tflops={"bf16": 2.0, "fp32": 1.0}))
+    stepwise, fused = trace_memory(many), trace_memory(replace(many, machine=of_a_gpu))
+    # On a CPU it keeps what it divided, too, before the weight is multiplied with it.
+    saved = (2 * LAYERS + 1) * 4 * 64 * TOKENS * HIDDEN
+    assert stepwise.activations - fused.activations == pytest.approx(saved, rel=0.3)
 
 
 def test_what_the_cut_refuses_is_refused_by_the_trace() -> None:

@@ -8,24 +8,22 @@ from __future__ import annotations
 import datetime
 import resource
 import warnings
-import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # private in torch 2.11, 2.13
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; private too
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from lockstep.attention import attend_with
@@ -40,6 +38,7 @@ from lockstep.parallel.materialise import Built, Tensors, cut_on_meta, named_ten
 from lockstep.planner import torch_model
 from lockstep.planner.job import Job
 from lockstep.planner.model import Shape
+from lockstep.planner.storages import Watch, counting
 from lockstep.precision import compute_in
 from lockstep.recipes.task import Task
 from lockstep.runtime.axis import Axis
@@ -113,101 +112,39 @@ class AbsentWorld(Comm):
 
 
 class NormsAsOnGpus(TorchFunctionMode):
-    """Autocast has norms computed in fp32 on a GPU (its list in ATen/autocast_mode.h), and not on a CPU."""
+    """Norms keep what they keep on a GPU: computed by one kernel, and under autocast (`in_fp32`) in fp32.
+
+    Autocast on CPUs has another list (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there.
+    """
+
+    def __init__(self, in_fp32: bool) -> None:
+        super().__init__()
+        self._in_fp32 = in_fp32
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.layer_norm, torch.rms_norm):
-            args = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm):
+            return func(*args, **kwargs)
+        if self._in_fp32:
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        if func in (F.rms_norm, torch.rms_norm) and weight is not None:
+            return FusedRmsNorm.apply(args[0], weight)
+        return func(*args, **kwargs)
 
 
-class Watch(TorchDispatchMode):
-    """Sees every storage come and go, each under a heading, and remembers the fullest moment."""
+class FusedRmsNorm(torch.autograd.Function):
+    """What torch's kernel keeps for its backward: its input, its weight, and a number for each row."""
 
-    def __init__(self, axes: dict[str, str]) -> None:
-        super().__init__()
-        self.heading = self.moment = "forward"
-        self.now: Counter[str] = Counter()
-        self.peak: dict[str, int] = {}
-        self.peak_moment = ""
-        self.collectives: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        self._most = self._total = 0
-        self._axes = axes
-        self._alive: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(values, weight, values.new_empty(values.shape[:-1]))
+        return torch.empty_like(values)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # which comes back with the parts
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        if func.namespace in ("c10d", "fsdp"):
-            self._see_communication(func, args, kwargs or {})
-        return result
-
-    def see(self, tensor: torch.Tensor, heading: str | None = None) -> None:
-        """A tensor is there; with a heading it belongs under that from now on."""
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        known = self._alive.get(key)
-        if known is None:
-            size, under = storage.nbytes(), heading or self.heading
-            gone = weakref.ref(storage, partial(self._forget, key))
-            self._alive[key] = (gone, under, size)
-            self._add(under, size)
-        elif heading is not None and known[1] != heading:
-            reference, before, size = known
-            self._alive[key] = (reference, heading, size)
-            self.now[before] -= size
-            self.now[heading] += size
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has grown or was given up while tensors still use it, as `fully_shard` does it."""
-        known = self._alive.get(id(storage))
-        if known is not None:
-            reference, under, before = known
-            self._alive[id(storage)] = (reference, under, storage.nbytes())
-            self._add(under, storage.nbytes() - before)
-
-    def forget_peak(self) -> None:
-        """What was before does not count; collectives neither."""
-        self._most, self.peak, self.peak_moment = 0, {}, ""
-        self.collectives.clear()
-
-    def _forget(self, key: int, _: Any) -> None:
-        _, under, size = self._alive.pop(key)
-        self._add(under, -size)
-
-    def _add(self, under: str, size: int) -> None:
-        self.now[under] += size
-        self._total += size
-        if self._total > self._most:
-            self._most, self.peak, self.peak_moment = self._total, dict(self.now), self.moment
-
-    def _see_communication(self, func: Any, args: Any, kwargs: Any) -> None:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        axis = "fsdp"
-        if func.namespace == "c10d":
-            kind = func._opname.strip("_").removesuffix("_")
-            axis = self._axis_of(args)
-            largest = max((one.untyped_storage().nbytes() for one in tensors), default=0)
-            noted = self.collectives[kind, axis]
-            noted[0] += 1
-            noted[1] += largest
-        if axis in ("tp", "cp"):
-            return  # these are activations
-        for number, tensor in enumerate(tensors):
-            known = self._alive.get(id(tensor.untyped_storage()))
-            if known is not None and known[1] == "activations":
-                scattered = func.namespace == "c10d" and "reduce_scatter" in func._opname and number == 0
-                self.see(tensor, "gradients" if scattered else "communication")
-
-    def _axis_of(self, args: Any) -> str:
-        for one in args:
-            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
-                return self._axes.get(dist.ProcessGroup.unbox(one).group_name, "data")
-        return "data"
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, weight, _rows = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
 
 
 def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str, Any]:
@@ -223,8 +160,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
     count = min(job.micro_batches, 2)
 
     def loss_of(model: nn.Module) -> torch.Tensor:
-        norms: AbstractContextManager[object] = NormsAsOnGpus() if job.precision != "fp32" else nullcontext()
-        with compute_in(precision, DEVICE), attend_with(None if job.flash else "math"), norms:
+        with compute_in(precision, DEVICE), attend_with(None if job.flash else "math"):
             return training.loss(model, sample)[0].float()
 
     def look(model: nn.Module, _: Axis | None = None) -> Any:
@@ -236,7 +172,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
             def cut_and_begin(model: nn.Module) -> None:
                 cut(model)  # torch would be some ten times slower at this with fake tensors
                 without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                without_data.enter_context(_counting(watch))
+                without_data.enter_context(counting(watch))
 
             cut_on_meta(built.model, cut_and_begin, device)
             return built.model
@@ -256,6 +192,8 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
         # What is made beside the model there are the buckets that gradients are summed in.
         watch.heading = "gradients"
         parallel = parallelize_built(built, seen, job.layout, comm, DEVICE, cutting, shapes_alone)
+        if len(set(job.machine.gpu.tflops.values())) > 1:  # a CPU is as fast in every format
+            without_data.enter_context(NormsAsOnGpus(precision != "fp32"))
         _step(parallel, watch, loss_of, count)
     return {
         **{name: watch.peak.get(name, 0) for name in HEADINGS},
@@ -295,12 +233,16 @@ def _step(
     _mark_gradients(model, watch)
     for number in range(micro_batches):
         watch.heading, watch.moment = "activations", "forward"
-        with Following():
+        with Following():  # in the backward too, where blocks are computed again
             loss = loss_of(model)
-        gradients.before_backward(number == micro_batches - 1)
-        watch.moment = "backward"
-        (loss * 1.0).backward()
-        del loss
+            gradients.before_backward(number == micro_batches - 1)
+            watch.moment = "backward"
+            loss = loss * 1.0
+            # loss.backward() does this outside of the modes (private in torch 2.11 and 2.13).
+            _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+            del loss
     watch.heading, watch.moment = "communication", "summing gradients"
     with suppress(DataDependentOutputException):  # replicas ask at last whether a parameter was left out
         gradients.wait()
@@ -328,24 +270,6 @@ def _mark_gradients(model: nn.Module, watch: Watch) -> None:
             group = unit._get_fsdp_state()._fsdp_param_group  # private in torch 2.11 and 2.13
             for part in group.fsdp_params if group is not None else ():
                 part._unsharded_param.register_post_accumulate_grad_hook(arrived)
-
-
-@contextmanager
-def _counting(watch: Watch) -> Iterator[None]:
-    """Let a watch see all that is made, and what becomes of storages that `fully_shard` frees without letting go."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        watch.resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-    try:
-        with watch:
-            yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def _zeros(model: nn.Module, names: Collection[str] | None) -> Tensors:
