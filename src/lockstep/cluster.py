@@ -25,6 +25,7 @@ FOLDERS = "LOCKSTEP_CLUSTERS"
 class Node(Section):
     """What one compute node is made of."""
 
+    count: int | None = Field(None, gt=0, description="how many such nodes there are")
     gpus: int = Field(0, ge=0, description="GPUs of a node; 0: a CPU cluster")
     gpu: str | None = Field(None, description="their kind, as in A100-40 or H100")
     cpus: int | None = Field(None, gt=0, description="CPU cores that a job may use of a node")
@@ -81,6 +82,7 @@ class Cluster(Section):
     name: str = Field("", description="what messages call it; unset: the file's name")
     description: str = Field("", description="a line for people")
     node: Node = Node()
+    nodes: list[Node] = Field([], description="further kinds of nodes, as [[nodes]] tables with the keys of node")
     slurm: Slurm = Slurm()
     software: Software = Software()
     storage: Storage = Storage()

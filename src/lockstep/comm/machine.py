@@ -87,7 +87,7 @@ def look_around(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
     env = os.environ if env is None else env
     gpus, links, driver, trouble = gpus_here(root)
     shm = _disk(root / "dev/shm")
-    memory, free = _memory(root)
+    memory, free = memory_here(root)
     given = env.get("SLURM_GPUS_ON_NODE", "")
     return Node(
         host=socket.gethostname(),
@@ -172,7 +172,7 @@ def _number(path: Path) -> int | None:
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
-def _memory(root: Path) -> tuple[int, int]:
+def memory_here(root: Path) -> tuple[int, int]:
     """All memory and what is available, in bytes, as the control group allows it."""
     found = {name: int(kb) * 1024 for name, kb in re.findall(r"(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"))}
     total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
