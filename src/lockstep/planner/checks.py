@@ -207,8 +207,8 @@ def _remarks(job: Job) -> list[str]:
     stages, blocks = layout.pp * job.stages_per_rank, most_stages(model)
     if layout.pp > 1 and blocks % stages:
         near = [size for size in divisors(blocks) if size % job.stages_per_rank == 0]
-        even = sorted(sorted(near, key=lambda size: abs(size - stages))[:2])
-        sizes = [size // job.stages_per_rank for size in even]
+        closest = sorted(sorted(near, key=lambda size: abs(size - stages))[:2])
+        sizes = [size // job.stages_per_rank for size in closest]
         told.append(
             f"{blocks} blocks over {stages} stages: some have {-(-blocks // stages)}, others {blocks // stages}, and "
             f"the fullest is counted; {_either(sizes, 'pp=')} would be even"

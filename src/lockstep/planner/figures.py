@@ -89,7 +89,7 @@ def model_flops(job: Job) -> float:
 
 def communication_share(time: Time) -> float:
     """Of a step that waits for others, the bubble not counted."""
-    return sum(getattr(time, name) for name in COMMUNICATION) / time.total
+    return sum(float(getattr(time, name)) for name in COMMUNICATION) / time.total
 
 
 def _watts(job: Job, time: Time) -> float:

@@ -39,9 +39,11 @@ def ways_to_fit(job: Job) -> list[Way]:
             found[kind] = candidate
     for best in search(job, job.layout.world_size, quick=True).fitting[:1]:
         found["other"] = best
-    more = [found.pop("more GPUs")] if "more GPUs" in found else []
-    here = sorted({one.job: one for one in found.values()}.values(), key=lambda one: one.time.total)
-    return [Way(difference(job, one.job), one) for one in (*here[: 3 - len(more)], *more)]
+    ways = {kind: Way(difference(job, one.job), one) for kind, one in found.items()}
+    more = [ways.pop("more GPUs")] if "more GPUs" in ways else []
+    different = {way.text: way for way in ways.values()}.values()
+    here = sorted(different, key=lambda way: way.candidate.time.total)
+    return [*here[: 3 - len(more)], *more]
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:

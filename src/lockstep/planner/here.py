@@ -102,9 +102,7 @@ def _inside(bench: Bench) -> Link:
     fits = [fit for fit in bench.fits if fit.collective == "all-reduce" and fit.beta > 0]
     if fits and len(set(bench.nodes)) == 1:
         widest = max(fits, key=lambda fit: fit.ranks)
-        return Link(
-            widest.alpha / (2 * (widest.ranks - 1)), widest.beta / bus_factor("all-reduce", widest.ranks)
-        )
+        return Link(widest.alpha / (2 * (widest.ranks - 1)), widest.beta / bus_factor("all-reduce", widest.ranks))
     pairs = medians(bench.pairs, bench.nodes).get(True)
     return Link(pairs[1], 1e-9 / pairs[0]) if pairs else Link(0.0, 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def usual_batch(model: Model, world_size: int) -> int:
     if model.sequence <= 1:
         return USUAL_SAMPLES * world_size
     tokens = next(tokens for most, tokens in USUAL_TOKENS if model.parameters <= most)
-    power = max(0, round(tokens / model.sequence).bit_length() - 1)
+    power = max(0, round(math.log2(tokens / model.sequence)))
     return max(1 << power, world_size)
 
 
@@ -195,7 +196,7 @@ def _asked(said: Mapping[str, Any], base: Job, layout: Layout | None) -> Asked:
     asked = Asked(
         layout=layout,
         micro_batch=said.get("micro_batch"),
-        recompute={True: "full", False: "none", None: None}[said.get("recompute")],  # type: ignore[arg-type]
+        recompute={True: "full", False: "none", None: None}[said.get("recompute")],
         zero=cast(Zero, int(said["shard.level"][-1])) if "shard.level" in said else None,
         schedule=said.get("pipeline.schedule"),
         stages_per_rank=said.get("pipeline.stages_per_rank"),

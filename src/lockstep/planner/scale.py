@@ -12,7 +12,7 @@ from lockstep.events import Event
 from lockstep.planner.figures import Figures, figures
 from lockstep.planner.hardware import Machine
 from lockstep.planner.job import Job
-from lockstep.planner.search import Asked, Candidate, search
+from lockstep.planner.search import Asked, Candidate, Found, search
 
 GPU_HOURS_BETWEEN_FAILURES = 54 * 24 / 419 * 16384
 """Of one GPU with its share of a node: 419 unexpected interruptions in 54 days of 16,384 H100.
@@ -128,10 +128,11 @@ class Point:
     gpus: int
     global_batch: int
     best: Candidate | None
-    """None: nothing fits, or no layout has work for all."""
-    figures: Figures | None
-    efficiency: float | None
+    figures: Figures | None = None
+    efficiency: float | None = None
     """Tokens a second and GPU, over those of the smallest size of the curve that fits."""
+    why: str | None = None
+    """Why there is no best one."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,20 @@ def _curve(base: Job, sizes: list[tuple[int, int]], asked: Asked) -> list[Point]
     first: float | None = None
     for gpus, global_batch in sizes:
         job = replace(base, machine=base.machine.with_gpus(gpus), global_batch=global_batch)
-        best = next(iter(search(job, gpus, replace(asked, layout=None), quick=True).fitting), None)
-        if best is None:
-            points.append(Point(gpus, global_batch, None, None, None))
+        searched = search(job, gpus, replace(asked, layout=None), quick=True)
+        if not searched.fitting:
+            points.append(Point(gpus, global_batch, None, why=_why(searched)))
             continue
+        best = searched.fitting[0]
         found = figures(best.job, best.time)
         rate = found.items_per_second / gpus
         first = first or rate
         points.append(Point(gpus, global_batch, best, found, rate / first))
     return points
+
+
+def _why(searched: Found) -> str:
+    """Why a size has no layout."""
+    if searched.least is not None:
+        return f"does not fit: {searched.least[0] / 1e9:,.0f} GB a GPU at least"
+    return "no layout has work for all" if searched.considered else "no layout"

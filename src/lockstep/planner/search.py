@@ -52,6 +52,9 @@ class Asked:
     stages_per_rank: int | None = None
 
 
+NOTHING = Asked()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run it, and what is predicted of it."""
@@ -98,7 +101,7 @@ class Found:
         return list(best.values())
 
 
-def search(base: Job, world_size: int, asked: Asked = Asked(), quick: bool = False) -> Found:
+def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = False) -> Found:
     """All that can be done with so many GPUs of the machine of `base`, whose layout and choices are not looked at.
 
     `quick` tries what is mostly best: dp or fsdp alone, all of it sharded, and two schedules.
@@ -129,9 +132,7 @@ def _try_micro_batches(job: Job, asked: Asked, found: Found) -> None:
     for number, micro_batch in enumerate(sizes):
         found.considered += 1
         one = replace(job, micro_batch=micro_batch)
-        if job.layout.pp > 1 and not schedule_fits(
-            job.schedule, job.layout.pp, job.stages_per_rank, one.micro_batches
-        ):
+        if job.layout.pp > 1 and not schedule_fits(job.schedule, job.layout.pp, job.stages_per_rank, one.micro_batches):
             found.refused["the schedule cannot take their micro-batches"] += 1
             continue
         memory = fullest(one)
