@@ -21,12 +21,21 @@ class Memory:
     """What the allocator holds and nobody uses, and workspaces of libraries."""
     band: float
     """The share by which the total may be wrong, either way."""
+    shared: float = 0.0
+    """What two of these terms hold one after the other: gradients come into being where activations were."""
+    host: float = 0.0
+    """Memory of the HOST, not of the GPU: where a background save puts its copy of the rank's weights and state."""
 
     @property
     def total(self) -> float:
         """What has to fit."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.activations + self.logits + self.communication + self.slack
+        return states + self.activations + self.logits + self.communication + self.slack - self.shared
+
+    @property
+    def allocated(self) -> float:
+        """The part of it that tensors hold, as torch.cuda.max_memory_allocated counts."""
+        return self.total - self.slack
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class Part:
     """Elements kept for the backward that tensor parallelism alone leaves whole; by sequence they are divided too."""
     cut_kept: float = 0.0
     """Elements kept for the backward that tensor parallelism divides. Scores of attention without flash not counted."""
+    kept_residual: float = 0.0
+    """Of `kept`, what norms read: software that computes in 16 bits may leave it in 32."""
     kept_bytes: float = 0.0
     """Bytes kept that do not depend on the number format: masks, indices, statistics, values that are always fp32."""
     traffic: float = 0.0
@@ -78,6 +80,19 @@ class Part:
     """Kernels that a forward starts, when nothing is compiled."""
     border: float = 0.0
     """Elements that it hands on: what recompute keeps, and what crosses between pipeline stages."""
+
+    @cached_property
+    def widest(self) -> float:
+        """Elements of its largest value that tensor parallelism divides: that of the MLP, for a block."""
+        return max((matmul.rows * matmul.columns for matmul in self.matmuls if matmul.cut == "columns"), default=0)
+
+    def alternate_products(self, tp: int, rows: int) -> float:
+        """Elements that attention and every other product write, of which torchtitan's selective recompute is made."""
+        if self.attention is None or not self.matmuls:
+            return self.kept / rows + self.cut_kept / tp
+        tokens, size = self.attention.tokens, self.attention.head_dim
+        cut = tokens * size * (self.attention.heads + self.attention.kv_heads) + self.widest / 2
+        return cut / tp + self.border / rows
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,42 @@ class Model:
         """Of the forward of one sample, half the square where it is causal."""
         found = ((part.count, part.attention) for part in self.parts if part.attention)
         return sum(count * attention.flops * (0.5 if attention.causal else 1.0) for count, attention in found)
+
+    @cached_property
+    def first(self) -> Part | None:
+        """What comes before the blocks."""
+        return self.parts[0] if self.parts[0] is not self.blocks else None
+
+    @cached_property
+    def last(self) -> Part | None:
+        """What comes after them."""
+        return self.parts[-1] if self.parts[-1] is not self.blocks else None
+
+    @cached_property
+    def logits(self) -> float:
+        """Elements that the head makes of one sample."""
+        return float(self.last.widest) if self.last else 0.0
+
+    @cached_property
+    def head_work(self) -> float:
+        """The products of the head, in blocks."""
+        block = sum(matmul.flops for matmul in self.blocks.matmuls)
+        return sum(matmul.flops for matmul in self.last.matmuls) / block if self.last and block else 0.0
+
+    def end_parameters(self, has_first: bool, has_last: bool, tp: int) -> tuple[float, float]:
+        """Parameters outside the blocks of a rank with these ends, after tp; and those of them the head multiplies by.
+
+        A tied head away from the embedding has its own copy of the weights.
+        """
+        total = 0.0
+        for part, here in ((self.first, has_first), (self.last, has_last)):
+            if part and here:
+                total += part.parameters - part.cut_parameters * (1 - 1 / tp)
+        head = sum(matmul.inner * matmul.columns for matmul in self.last.matmuls) / tp if self.last else 0.0
+        tied = self.shape is not None and self.shape.tied
+        if tied and has_last and not has_first:
+            total += head
+        return total, head
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

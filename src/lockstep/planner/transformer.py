@@ -49,6 +49,7 @@ def _block(shape: Shape, tokens: int) -> Part:
         attention=Attention(shape.heads, kv_heads, head_dim, tokens, shape.causal),
         # Both norms keep what they read, and the products what the norms wrote.
         kept=4.0 * wide,
+        kept_residual=2.0 * wide,
         # Queries, keys, values and what attention made of them; the MLP before and after its non-linearity.
         cut_kept=float(tokens * (2 * query + both + (4 if shape.gated else 2) * shape.ffn)),
         kept_bytes=tokens * (4.0 * shape.heads + 16.0) + (2.0 * wide if shape.dropout else 0),
@@ -69,6 +70,7 @@ def _head(shape: Shape, tokens: int) -> Part:
         cut_parameters=0 if shape.tied else shape.vocab * shape.hidden,
         matmuls=(Matmul(tokens, shape.hidden, shape.vocab, "columns"),),
         kept=2.0 * tokens * shape.hidden,
+        kept_residual=1.0 * tokens * shape.hidden,
         kept_bytes=16.0 * tokens,
         traffic=2.0 * tokens * shape.hidden,
         # Logits to fp32, their largest, their exponents and their sum; the gradient likewise.

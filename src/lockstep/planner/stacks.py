@@ -1,0 +1,141 @@
+"""What differs between training softwares: what they store for a parameter, keep for the backward and hold at the peak.
+
+Sources stand beside the figures: the code of a stack, what its authors say, or a fit to its published rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.errors import unknown
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One software, as far as memory goes. Bytes are those of one parameter, or of one element."""
+
+    name: str
+    weights: float
+    """Of a parameter between steps."""
+    gradients: float
+    optimizer: float
+    """Moments, and a master copy in fp32 where weights are not."""
+    gathered: float
+    """Of a parameter that ZeRO-3 has gathered for a forward."""
+    summed: float
+    """Of a parameter in a buffer whose gradients are being summed over ranks."""
+    buckets: float = 0.0
+    """Of a parameter in buffers beside the gradients, which stay, where data ranks sum whole gradients."""
+    residual: float = 2.0
+    """Of an element of the stream of residuals, where products are in 16 bits."""
+    copies: float = 0.0
+    """Elements of hidden a token and block that stay for the backward though the mathematics does not need them."""
+    casts_weights: bool = False
+    """Autocast: rounded copies of the weights live from a forward to its backward."""
+    accumulates_whole: bool = False
+    """Gradients are reduced in the last backward only: until then every rank has whole ones, sharded or not."""
+    gradients_stay: bool = True
+    """Gradients have their memory all the time; else they come into being in the backward."""
+    keeps_gathered_input: bool = False
+    """With sequence parallelism: the gathered input of a product is kept instead of gathered again (without pp)."""
+    selective: Literal["attention", "products"] = "attention"
+    """What recompute "selective" leaves out: attention, or all but attention and every other product."""
+    logits: float = 12.0
+    """Of a logit at the fullest moment of the loss."""
+    kept_logits: float = 4.0
+    """Of a logit from the forward to the backward."""
+    by_work: bool = False
+    """Pipeline stages are cut by their work, so that the stage with the head has fewer blocks; else all have as many."""
+    shards_over_context: bool = False
+    """The cp axis shards states too."""
+    fragments: float = 0.0
+    """What the allocator holds and nobody uses, as a share of everything but the states."""
+    base: float = 0.0
+    """Workspaces of libraries."""
+    band: float = 0.1
+    """The share by which an estimate may be wrong, from the measured errors (docs/planner.md)."""
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        # What our engine does: fp32 everything, autocast, `fully_shard`, gradients reduced in the last backward.
+        Stack(
+            "lockstep",
+            weights=4.0,
+            gradients=4.0,
+            optimizer=8.0,
+            gathered=4.0,
+            summed=4.0,
+            residual=4.0,
+            casts_weights=True,
+            accumulates_whole=True,
+            gradients_stay=False,
+            by_work=True,
+            fragments=0.05,
+            base=0.1e9,
+            band=0.08,
+        ),
+        # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
+        Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
+        Stack(
+            "deepspeed-megatron",
+            weights=2.0,
+            gradients=4.0,
+            optimizer=12.0,
+            gathered=2.0,
+            summed=2.0,
+            fragments=0.1,
+            base=1e9,
+        ),
+        # FSDP2 with fp32 shards and a bf16 policy; peak reserved.
+        Stack(
+            "torchtitan",
+            weights=4.0,
+            gradients=4.0,
+            optimizer=8.0,
+            gathered=2.0,
+            summed=4.0,
+            gradients_stay=False,
+            selective="products",
+            shards_over_context=True,
+            fragments=0.1,
+            base=0.5e9,
+        ),
+        Stack(
+            "composer",
+            weights=4.0,
+            gradients=4.0,
+            optimizer=8.0,
+            gathered=2.0,
+            summed=4.0,
+            gradients_stay=False,
+            fragments=0.1,
+            base=0.5e9,
+        ),
+        # bf16 weights, fp32 gradient accumulation, fp32 master; `copies` fitted to the grid of its authors.
+        Stack(
+            "nanotron",
+            weights=2.0,
+            gradients=4.0,
+            optimizer=12.0,
+            gathered=2.0,
+            summed=2.0,
+            buckets=1.0,
+            copies=3.0,
+            keeps_gathered_input=True,
+            by_work=True,
+            base=0.3e9,
+        ),
+        # fp32 master weights and bf16 weights, moments in fp32, gradients in bf16 (train_gpt2.cu).
+        Stack("llm.c", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, base=0.5e9),
+    )
+}
+
+
+def find_stack(name: str) -> Stack:
+    """By its name."""
+    if name not in STACKS:
+        raise unknown("stack", name, STACKS)
+    return STACKS[name]
