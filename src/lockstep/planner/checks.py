@@ -206,12 +206,12 @@ def _remarks(job: Job) -> list[str]:
             )
     stages, blocks = layout.pp * job.stages_per_rank, most_stages(model)
     if layout.pp > 1 and blocks % stages:
-        near = [size for size in divisors(blocks) if size % job.stages_per_rank == 0]
+        near = [size for size in divisors(blocks) if size % job.stages_per_rank == 0 and size > job.stages_per_rank]
         closest = sorted(sorted(near, key=lambda size: abs(size - stages))[:2])
         sizes = [size // job.stages_per_rank for size in closest]
         told.append(
             f"{blocks} blocks over {stages} stages: some have {-(-blocks // stages)}, others {blocks // stages}, and "
-            f"the fullest is counted; {_either(sizes, 'pp=')} would be even"
+            "the fullest is counted" + (f"; {_either(sizes, 'pp=')} would be even" if sizes else "")
         )
     samples, rest = divmod(job.global_batch, job.data_size)
     if rest:

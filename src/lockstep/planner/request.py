@@ -29,6 +29,9 @@ Brown et al. 2020 (GPT-3), table 2.1: 0.5 to 3.2 million; The Llama 3 Herd of Mo
 USUAL_SAMPLES = 32
 """Of a GPU, for a model without sequences (Goyal et al. 2017)."""
 
+MOST_A_SAMPLE = 16
+"""GPUs that share a sample, where the batch is assumed: more would wait for one another too much."""
+
 READ = (
     "global_batch",
     "micro_batch",
@@ -126,7 +129,9 @@ def _machine(typed: Typed, told: Mapping[str, Any]) -> tuple[Machine, str | None
 
 def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, world_size: int) -> cfg.Resolved:
     """The config: a recipe's own, or for other models what was said alone."""
-    first: dict[str, Any] = {"global_batch": usual_batch(model, world_size)}
+    named = typed.layout or ""
+    data = settle_layout(named, world_size).data_size if named and named != AUTO else 1
+    first: dict[str, Any] = {"global_batch": max(usual_batch(model, world_size), data)}
     if is_recipe:
         first = {"recipe": typed.model}
         if typed.model.endswith(".toml"):
@@ -143,12 +148,12 @@ def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, 
 
 
 def usual_batch(model: Model, world_size: int) -> int:
-    """Samples of a step where nobody says: as many as were used for models of this size, and one a GPU at least."""
+    """Samples of a step where nobody says: as many as were used for models of this size."""
     if model.sequence <= 1:
         return USUAL_SAMPLES * world_size
     tokens = next(tokens for most, tokens in USUAL_TOKENS if model.parameters <= most)
     power = max(0, round(math.log2(tokens / model.sequence)))
-    return max(1 << power, world_size)
+    return max(1 << power, world_size // MOST_A_SAMPLE)
 
 
 def _said(resolved: cfg.Resolved) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lockstep.config import Schedule
 from lockstep.layout import Layout
@@ -110,41 +110,70 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
         asked = replace(asked, zero=3)
     found = Found()
     for layout in _layouts(base, world_size, asked, found, quick):
+        sizes = (asked.micro_batch,) if asked.micro_batch else powers(base.global_batch // layout.data_size)
         for zero, (schedule, stages) in _ways(base, layout, asked, quick):
-            for recompute in (asked.recompute,) if asked.recompute else ("none", "full"):
-                job = replace(
-                    base,
-                    layout=layout,
-                    zero=zero,
-                    schedule=schedule,
-                    stages_per_rank=stages,
-                    recompute=recompute,
-                    sequence_parallel=base.sequence_parallel and layout.pp == 1,
-                )
-                _try_micro_batches(job, asked, found)
+            counts = {size: _count(base.global_batch, layout.data_size, size) for size in sizes}
+            possible = [
+                size
+                for size, count in counts.items()
+                if layout.pp == 1 or schedule_fits(schedule, layout.pp, stages, count)
+            ]
+            # Where recompute does not help, nothing without it fits.
+            ways: tuple[Recompute, ...] = (asked.recompute,) if asked.recompute else ("full", "none")
+            found.considered += len(ways) * len(sizes)
+            found.refused["the schedule cannot take their micro-batches"] += len(ways) * (len(sizes) - len(possible))
+            job = _changed(
+                base,
+                layout=layout,
+                zero=zero,
+                schedule=schedule,
+                stages_per_rank=stages,
+                sequence_parallel=base.sequence_parallel and layout.pp == 1,
+            )
+            for number, recompute in enumerate(ways):
+                if not _try(job, recompute, possible, counts, found):
+                    found.refused["does not fit"] += (len(ways) - number - 1) * len(possible)
+                    break
+    found.refused = +found.refused
     found.fitting.sort(key=lambda one: (one.time.total, one.memory.total))
     return found
 
 
-def _try_micro_batches(job: Job, asked: Asked, found: Found) -> None:
-    """From small to large, as long as they fit: a larger one never needs less."""
-    sizes = (asked.micro_batch,) if asked.micro_batch else powers(job.global_batch // job.data_size)
-    for number, micro_batch in enumerate(sizes):
-        found.considered += 1
-        one = replace(job, micro_batch=micro_batch)
-        if job.layout.pp > 1 and not schedule_fits(job.schedule, job.layout.pp, job.stages_per_rank, one.micro_batches):
-            found.refused["the schedule cannot take their micro-batches"] += 1
+def _try(job: Job, recompute: Recompute, sizes: list[int], counts: dict[int, int], found: Found) -> bool:
+    """Micro-batches from small to large; returns whether any fits.
+
+    After one that does not, a larger one needs more, unless it is the only one of a step.
+    """
+    any_fits = is_full = False
+    for size in sizes:
+        if is_full and counts[size] > 1:
+            found.refused["does not fit"] += 1
             continue
+        one = _changed(job, recompute=recompute, micro_batch=size)
         memory = fullest(one)
-        says = verdict(memory, job.machine.gpu)
-        if says != "fits":
-            if found.least is None or memory.total < found.least[0]:
-                found.least = (memory.total, one)
-            rest = len(sizes) - number
-            found.considered += rest - 1
-            found.refused[says] += rest
-            return
-        found.fitting.append(Candidate(one, memory, estimate_time(one)))
+        says = verdict(memory, one.machine.gpu)
+        if says == "fits":
+            any_fits = True
+            found.fitting.append(Candidate(one, memory, estimate_time(one)))
+            continue
+        is_full = True
+        found.refused[says] += 1
+        if found.least is None or memory.total < found.least[0]:
+            found.least = (memory.total, one)
+    return any_fits
+
+
+def _changed(job: Job, **changes: Any) -> Job:
+    """As `replace`, which takes most of the time of a search over tens of thousands of jobs."""
+    found = object.__new__(Job)
+    found.__dict__.update(job.__dict__, **changes)
+    found.__dict__.pop("micro_batches", None)
+    return found
+
+
+def _count(global_batch: int, ranks: int, micro_batch: int) -> int:
+    """Micro-batches of the data rank that has most."""
+    return -(--(-global_batch // ranks) // micro_batch)
 
 
 def fullest(job: Job) -> Memory:
