@@ -27,6 +27,8 @@ class Gpu:
     """Of the whole accelerator at full load (TDP)."""
     idle_watts: float
     source: str
+    flash: float = 0.5
+    """The share of the speed of products that the forward of a flash attention kernel reaches with long heads."""
     usable: float = 1.0
     """The share of its memory that a process can have (driver and context are off)."""
 
@@ -43,6 +45,8 @@ class Machine:
     """Between two GPUs of a node: seconds a message, seconds a byte (one way, each GPU)."""
     outside: Link
     """Between two nodes: seconds a byte of the whole node, all its cards together."""
+    congestion: float = 0.05
+    """Bandwidth between nodes falls with the number of nodes to the power of this."""
     warnings: tuple[str, ...] = ()
     """What was simplified: unequal nodes count as the smallest."""
 

@@ -32,6 +32,8 @@ class Job:
     sequence_parallel: bool = True
     """With tp: norms and residuals work on some tokens a rank."""
     precision: Literal["fp32", "fp16", "bf16", "fp8", "fp4"] = "bf16"
+    async_tensor: bool = False
+    """Communication of tp runs beside its products, piece by piece. Lockstep does not do it; published runs do."""
     flash: bool = True
     compiled: bool = False
     stack: str = "lockstep"

@@ -38,19 +38,21 @@ STACKS = (
     ("vtrain", "deepspeed-megatron"),
     ("deepspeed", "deepspeed-megatron"),
     ("llm.c", "llm.c"),
+    ("megatron-bridge", "megatron-core"),
+    ("nemo", "megatron-core"),
     ("megatron", "megatron"),
     ("korthikanti", "megatron"),
-    ("nemo", "megatron"),
 )
 """Whose software a source used: the first whose word stands in it."""
 
-NODE_GB_S = (
-    ("llm-foundry", "A100", 200.0),  # "1600 Gbps node-node interconnect (RoCE)" in the headings of its tables
-    ("tr11-176B", "A100", 50.0),  # four links of 100 Gb/s a node (the README of that training)
-    ("gpt2.md", "V100", 12.5),  # shared/planner/hardware.csv: 6.8 to 10.6 measured
-    ("vTrain", "A100", 100.0),  # "inter_node 800 Gb/s" in its validation configs
+NETWORKS = (
+    ("llm-foundry", "A100", 200.0, 0.05),  # "1600 Gbps node-node interconnect (RoCE)" in the headings of its tables
+    ("tr11-176B", "A100", 50.0, 0.3),  # four Omni-Path links of 100 Gb/s a node (the README of that training)
+    ("gpt2.md", "V100", 12.5, 0.3),  # shared/planner/hardware.csv: 6.8 to 10.6 measured
+    ("vTrain", "A100", 100.0, 0.05),  # "inter_node 800 Gb/s" in its validation configs
+    ("Ultra-Scale", "H100", 400.0, 0.5),  # EFA; its own medians fall from 362 GB/s on 2 nodes to 33 on 64
 )
-"""Network of a node where a source tells it: a word of the source, the GPU, GB/s."""
+"""Network of a node where a source tells it: a word of the source, the GPU, GB/s, and how it falls with the nodes."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ class Case:
 
 
 GPUS = (
-    ("H100-SXM-96", 989.0, 0.80, 96.0, 2400.0, 132, 500.0),
-    ("H100", 989.0, 0.80, 80.0, 3350.0, 132, 700.0),
-    ("H200", 989.0, 0.80, 141.0, 4800.0, 132, 700.0),
-    ("H800", 989.0, 0.80, 80.0, 3350.0, 132, 700.0),
+    ("H100-SXM-96", 989.0, 0.69, 96.0, 2400.0, 132, 500.0),
+    ("H100", 989.0, 0.69, 80.0, 3350.0, 132, 700.0),
+    ("H200", 989.0, 0.69, 141.0, 4800.0, 132, 700.0),
+    ("H800", 989.0, 0.69, 80.0, 3350.0, 132, 700.0),
     ("GB200", 2500.0, 0.73, 186.0, 8000.0, 148, 1200.0),
     ("GB300", 2500.0, 0.73, 288.0, 8000.0, 148, 1400.0),
     ("B200", 2250.0, 0.78, 180.0, 8000.0, 148, 1000.0),
@@ -110,7 +112,18 @@ def known_gpu(name: str) -> Gpu:
                 tflops["fp8"] = 2 * peak
             if peak > 2000:
                 tflops["fp4"] = 4 * peak
-            return Gpu(name, tflops, reach, gigabytes, speed, multiprocessors, watts, watts / 8, "hardware.csv")
+            return Gpu(
+                name,
+                tflops,
+                reach,
+                gigabytes,
+                speed,
+                multiprocessors,
+                watts,
+                watts / 8,
+                "hardware.csv",
+                flash=0.65 if "A100" in name else 0.42,
+            )
     raise UserError(f"there is no GPU {name}", "name one of the catalogue")
 
 
@@ -184,6 +197,7 @@ def _job(row: Row, find_gpu: Callable[[str], Gpu], assumed: list[str]) -> Job:
         stages_per_rank=stages_per_rank,
         sequence_parallel=row.get("sequence_parallel") == "y" and layout.tp > 1,
         precision=_precision(row),
+        async_tensor=_async_tensor(row, stack),
         flash="flash" in attention and "no flash" not in attention,
         compiled=row.get("compile") == "y",
         stack=stack,
@@ -288,10 +302,17 @@ def _schedule(row: Row) -> tuple[Schedule, int]:
 def _precision(row: Row) -> Literal["fp32", "fp16", "bf16", "fp8", "fp4"]:
     text = row.get("precision", "").lower()
     names: tuple[Literal["fp32", "fp16", "bf16", "fp8", "fp4"], ...] = ("bf16", "fp16", "fp32", "fp8", "fp4")
+    if "fp8" in text and "rowwise" in row.get("notes", ""):
+        return "bf16"  # scales for every row cost what narrow products gain: torchtitan's tables show the speed of bf16
     for name in names:
         if name in text:
             return name
     raise _UnreadableError("its precision is not published")
+
+
+def _async_tensor(row: Row, stack: str) -> bool:
+    notes = row.get("notes", "").lower()
+    return "async tp" in notes or "asynctp" in notes or stack == "megatron-core"
 
 
 def _stack(row: Row) -> str:
@@ -308,16 +329,17 @@ def _machine(row: Row, find_gpu: Callable[[str], Gpu], world: int) -> Machine:
         raise _UnreadableError(error.cause) from error
     node = min(int(_number(row, "gpus_per_node") or 8), world)
     source, fast = row.get("source", ""), gpu.tflops.get("bf16", 0.0) > 900
-    told = [speed for word, kind, speed in NODE_GB_S if word in source and kind in row["gpu"]]
-    network = told[0] if told else (50.0 * 8 if fast else 25.0 * 8)
+    told = [(speed, falls) for word, kind, speed, falls in NETWORKS if word in source and kind in row["gpu"]]
+    network, congestion = told[0] if told else (50.0 * 8 if fast else 25.0 * 8, 0.05)
     inside = 370.0 if fast else 230.0 if "A100" in row["gpu"] else 124.0
     return Machine(
         name=f"{row['gpu']} x {world}",
         gpu=gpu,
         gpus_per_node=node,
         nodes=-(-world // node),
-        inside=Link(1e-5, 1e-9 / inside),
-        outside=Link(2e-5, 1e-9 / network),
+        inside=Link(5e-6, 1e-9 / inside),
+        outside=Link(1e-5, 1e-9 / (0.9 * network)),
+        congestion=congestion,
     )
 
 

@@ -1,0 +1,52 @@
+"""How fast software runs on a GPU: a few numbers for each stack, fitted to published runs (benchmarks/planner.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.errors import unknown
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one stack makes of the hardware. The first four numbers are fitted, the others are how it works."""
+
+    matmul: float
+    """Share of the GPU's sustained speed that large products reach in a training."""
+    traffic: float
+    """Bytes moved beside products and flash attention, relative to one pass of every operation that must be."""
+    attention: float
+    """Speed of its flash kernel relative to the GPU's entry in the catalogue."""
+    contention: float
+    """The share of hidden communication that is paid nevertheless: it takes memory bandwidth and multiprocessors."""
+    launch: float = 6e-6
+    """Seconds to start a kernel."""
+    gradient_bytes: int = 4
+    """Of one gradient, where ranks sum them up."""
+    overlaps: bool = True
+    """Replicas sum gradients up while the backward goes on."""
+    regathers: bool = False
+    """With sharded optimizer state, gradients are summed on every rank and weights gathered, instead of scattered."""
+    balanced: bool = False
+    """The last pipeline stage has fewer blocks, because of the head."""
+    selective_half: bool = False
+    """Selective recompute does half of a block's forward again (torchtitan), not the attention alone (Megatron)."""
+
+
+SPEEDS = {
+    "lockstep": Speeds(0.87, 1.7, 1.0, 0.35, balanced=True),
+    "composer": Speeds(0.87, 1.7, 1.0, 0.35),
+    "torchtitan": Speeds(0.87, 1.0, 1.0, 0.15, selective_half=True),
+    "nanotron": Speeds(0.9, 2.8, 1.0, 0.3, balanced=True),
+    "megatron": Speeds(0.9, 1.1, 1.0, 0.15, overlaps=False),
+    "deepspeed-megatron": Speeds(0.8, 1.0, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
+    "megatron-core": Speeds(1.0, 0.7, 1.8, 0.15),
+    "llm.c": Speeds(0.9, 1.0, 1.0, 0.15, gradient_bytes=2),
+}
+
+
+def speeds_of(stack: str) -> Speeds:
+    """The numbers of one stack."""
+    if stack not in SPEEDS:
+        raise unknown("stack", stack, SPEEDS)
+    return SPEEDS[stack]
