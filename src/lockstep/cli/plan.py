@@ -133,8 +133,8 @@ def _plan_one(
         result["ways"] = [{"change": way.text, **candidate_json(way.candidate)} for way in ways]
         if not ways:
             result["least_gpus"] = _show_least(request, terminal)
-        elif ways:
-            show_command(ways[0].candidate.job, request.named, terminal)
+        else:
+            show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
     if explain:
         from lockstep.planner.explain import explain_text
 

@@ -100,6 +100,8 @@ def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> No
         values = [getattr(memory, term) / 1e9 for memory in memories]
         if any(values):
             table.add_row(text, *(f"{value:,.2f}" for value in values))
+    if any(memory.shared for memory in memories):
+        table.add_row("gradients that come as activations go", *(f"{-memory.shared / 1e9:,.2f}" for memory in memories))
     table.add_row("total", *(f"{memory.total / 1e9:,.2f}" for memory in memories), style="bold")
     terminal.print()
     terminal.print(table)
@@ -176,9 +178,9 @@ def show_remarks(remarks: Sequence[str], terminal: Terminal) -> None:
         terminal.print(f"- {remark}", style="yellow", markup=False, soft_wrap=True)
 
 
-def show_command(job: Job, named: str, terminal: Terminal) -> None:
+def show_command(job: Job, named: str, terminal: Terminal, what: str = "it") -> None:
     """What to paste."""
-    terminal.print("\nto run it:", style="bold")
+    terminal.print(f"\nto run {what}:", style="bold")
     terminal.print(f"lockstep train {named} {options(job)}", markup=False, soft_wrap=True)
 
 
@@ -190,9 +192,9 @@ def show_found(found: Found, terminal: Terminal) -> None:
     best = found.best_of_layouts[:MOST_ROWS]
     has_pp = any(one.job.layout.pp > 1 for one in best)
     has_fsdp = any(one.job.layout.fsdp > 1 for one in best)
-    heads = ["micro", "recompute", *["schedule"] * has_pp, *["shard"] * has_fsdp]
+    heads = ["micro", "recomp", *["schedule"] * has_pp, *["shard"] * has_fsdp]
     unit = figures(best[0].job, best[0].time).item
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("layout", no_wrap=True)
     for head in heads:
         table.add_column(head, no_wrap=True, justify="right" if head == "micro" else "left")
@@ -274,9 +276,9 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
     if not ways:
         return
     terminal.print("\nways to make it fit, the fastest first:", style="bold")
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=False, overflow="fold")
+    table.add_column("", overflow="fold")
     for _ in range(3):
         table.add_column("", justify="right", no_wrap=True)
     for number, way in enumerate(ways, start=1):
