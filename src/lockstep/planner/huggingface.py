@@ -20,7 +20,7 @@ NAMES = {
 FFN = ("intermediate_size", "ffn_dim", "n_inner")
 LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len")
 LONGEST = 8192
-"""Configs say how long a text may be at most; where that is more than this, samples of training are taken to be this."""
+"""Configs say how long a text may be at most; samples of training are taken to have no more tokens than this."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -101,7 +101,7 @@ def _bert(config: Mapping[str, Any], numbers: Numbers) -> Numbers:
     }
 
 
-def _gpt_neox(config: Mapping[str, Any], numbers: Numbers) -> Numbers:
+def _gpt_neox(config: Mapping[str, Any], _: Numbers) -> Numbers:
     return {
         "ffn": _required("gpt_neox", config, FFN),
         "tied": config.get("tie_word_embeddings", False),

@@ -130,6 +130,8 @@ class Model:
     """Tokens of a sample; 1 for a model whose samples are not sequences."""
     shape: Shape | None = None
     """None: found by tracing a module, which is not known to be a transformer."""
+    notes: tuple[str, ...] = ()
+    """What was guessed about it, for people."""
 
     @property
     def blocks(self) -> Part:

@@ -69,7 +69,7 @@ def build(described: Described, sequence: int | None) -> Model:
 
 
 def from_text(text: str, overrides: Mapping[str, Any]) -> Described:
-    """`layers=32,hidden=4096,heads=32`, and what else is to differ from a GPT: `like=llama`, `vocab=32000`, `seq=4096`."""
+    """`layers=32,hidden=4096,heads=32`, and what else differs from a GPT: `like=llama`, `vocab=32000`, `seq=4096`."""
     values = parse_assignments([part for part in text.split(",") if part.strip()])
     return described("shape", {**values, **overrides})
 

@@ -69,16 +69,21 @@ def task(settings: DigitsSettings, data_path: str | None, seed: int) -> Task:  #
     )
 
 
+def mnist_model(settings: MnistSettings) -> nn.Module:
+    """Pixels [batch, 1, 28, 28] to logits of the ten digits [batch, 10]."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(MNIST_SIDE * MNIST_SIDE, settings.width),
+        nn.ReLU(),
+        nn.Linear(settings.width, CLASSES),
+    )
+
+
 def mnist_task(settings: MnistSettings, data_path: str | None, seed: int) -> Task:  # noqa: ARG001 (as above)
     """Reading the digits of MNIST, from the cache or from the folder or .npz file `data_path`."""
     splits = read_mnist(data_folder("mnist", data_path))
     return Task(
-        build_model=lambda: nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(MNIST_SIDE * MNIST_SIDE, settings.width),
-            nn.ReLU(),
-            nn.Linear(settings.width, CLASSES),
-        ),
+        build_model=lambda: mnist_model(settings),
         loss=loss,
         train=ImageDataset(splits.train, MNIST_MEAN, MNIST_STD),
         validation=ImageDataset(splits.validation, MNIST_MEAN, MNIST_STD),
