@@ -24,7 +24,7 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b), a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096,...",
+            help="A name (llama-3-8b), a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096.",
         ),
     ] = "lm",
     cluster: Annotated[
@@ -155,7 +155,11 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     from lockstep.planner.search import search
 
     asked, base = request.asked, request.base
-    assert request.layout is not None and asked.recompute and asked.zero and asked.schedule and asked.stages_per_rank
+    assert request.layout is not None
+    assert asked.recompute
+    assert asked.zero
+    assert asked.schedule
+    assert asked.stages_per_rank
     job = replace(
         base,
         layout=request.layout,

@@ -10,8 +10,8 @@ from lockstep.planner.job import Job
 NODE_OVERHEAD = 0.8
 """Watts of the rest of a node (CPUs, memory, network cards, fans, power supplies) for every watt of its GPUs' TDP.
 
-NVIDIA's data sheets give 10.2 kW for a DGX H100 at most, whose GPUs have 8 x 700 W: 0.82. Cooling of the building is not
-in it.
+NVIDIA's data sheet gives 10.2 kW for a DGX H100 at most, whose GPUs have 8 x 700 W: 0.82. Cooling of the building is
+not in it.
 """
 
 SHARES = {

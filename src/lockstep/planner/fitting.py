@@ -1,4 +1,4 @@
-"""Ways out where a training does not fit: changes after which it does, and the smallest number of GPUs that would do."""
+"""Ways out where a training does not fit: changes after which it does, and the fewest GPUs that would do."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from lockstep.recipes.catalog import RECIPES
 USUAL_TOKENS = ((1e9, 0.5e6), (2e10, 2e6), (2e11, 4e6), (float("inf"), 16e6))
 """Tokens of a step for a model of up to so many parameters.
 
-Brown et al. 2020 (GPT-3), table 2.1: 0.5 to 3.2 million; The Llama 3 Herd of Models, section 3.4.1: 16 million for 405 B.
+Brown et al. 2020 (GPT-3), table 2.1: 0.5 to 3.2 million; The Llama 3 Herd of Models, section 3.4.1: 16 million for
+405 B.
 """
 
 USUAL_SAMPLES = 32

@@ -160,10 +160,9 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def scale(base: Job, sizes: list[int], asked: Asked, costs: Costs) -> Scaling:
-    """Both curves. They meet at the largest size, which has the global batch of `base` in both."""
-    largest = sizes[-1]
+    """Both curves. For weak scaling a GPU has as many samples as the batch of `base` gives it on the largest size."""
     strong = [(size, base.global_batch) for size in sizes]
-    weak = [(size, max(1, round(base.global_batch * size / largest))) for size in sizes]
+    weak = [(size, size * max(1, round(base.global_batch / sizes[-1]))) for size in sizes]
     return Scaling(
         strong=_curve(base, strong, asked),
         weak=_curve(base, weak, asked),
@@ -191,5 +190,5 @@ def _curve(base: Job, sizes: list[tuple[int, int]], asked: Asked) -> list[Point]
 def _why(searched: Found) -> str:
     """Why a size has no layout."""
     if searched.least is not None:
-        return f"does not fit: {searched.least[0] / 1e9:,.0f} GB a GPU at least"
-    return "no layout has work for all" if searched.considered else "no layout"
+        return f"it takes {searched.least[0] / 1e9:,.0f} GB a GPU at least"
+    return "no layout has a sample for every rank"

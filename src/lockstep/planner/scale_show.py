@@ -10,17 +10,15 @@ from rich.table import Table
 from lockstep.amounts import seconds_text
 from lockstep.charts import Series, line_chart, terminal_chart
 from lockstep.planner.scale import Costs, Point, Scaling
-from lockstep.planner.show import count_text, percent, schedule_text
+from lockstep.planner.show import count_text, percent, print_whole, schedule_text
 
 
 def show_scaling(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
     """Tables, a chart, and the checkpoints."""
-    batch = scaling.strong[-1].global_batch
+    batch, last = scaling.strong[-1].global_batch, scaling.weak[-1]
     _show_curve(f"strong scaling: {batch:,} samples a step on every size", scaling.strong, terminal)
-    last = scaling.weak[-1]
-    share = last.global_batch / last.gpus
-    each = f"{share:.3g} sample{'s' if share != 1 else ''} a GPU"
-    _show_curve(f"weak scaling: {each} (at least one in all)", scaling.weak, terminal)
+    share = last.global_batch // last.gpus
+    _show_curve(f"weak scaling: {share} sample{'s' if share > 1 else ''} a GPU", scaling.weak, terminal)
     series = curves(scaling)
     if series and terminal.encoding.lower().startswith("utf"):
         terminal.print("\nper cent over GPUs: efficiency, and the share of a step that is communication", style="bold")
@@ -30,26 +28,31 @@ def show_scaling(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
 
 
 def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None:
-    unit = next((point.figures.item for point in points if point.figures), "tokens")
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
-    for head in ("GPUs", "batch"):
-        table.add_column(head, justify="right", no_wrap=True)
+    terminal.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+    missing = [point for point in points if point.best is None]
+    for point in missing[-1:]:
+        sizes = f"{missing[0].gpus:,} to {point.gpus:,} GPUs" if len(missing) > 1 else f"{point.gpus:,} GPUs"
+        terminal.print(f"{sizes}: nothing fits; on {point.gpus:,} {point.why}", style="dim", soft_wrap=True)
+    if len(missing) == len(points):
+        return
+    unit = next(point.figures.item for point in points if point.figures)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("GPUs", justify="right", no_wrap=True)
     table.add_column("layout", no_wrap=True)
     table.add_column("micro", justify="right", no_wrap=True)
-    table.add_column("schedule", no_wrap=True)
+    for head in ("recomp", "schedule"):
+        table.add_column(head, no_wrap=True)
     for head in ("step", f"{unit}/s", "MFU", "efficiency", "comm."):
         table.add_column(head, justify="right", no_wrap=True)
     for point in points:
         if point.best is None or point.figures is None or point.efficiency is None:
-            why = point.why or "nothing fits"
-            table.add_row(f"{point.gpus:,}", f"{point.global_batch:,}", f"[dim]{why}[/]")
             continue
         job, found = point.best.job, point.figures
         table.add_row(
             f"{point.gpus:,}",
-            f"{point.global_batch:,}",
             str(job.layout),
-            f"{job.micro_batch}{'r' if job.recompute == 'full' else ''}",
+            str(job.micro_batch),
+            job.recompute,
             schedule_text(job),
             seconds_text(found.step),
             count_text(found.items_per_second),
@@ -57,8 +60,7 @@ def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None
             percent(point.efficiency),
             percent(found.communication),
         )
-    terminal.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
-    terminal.print(table)
+    print_whole(table, terminal)
 
 
 def curves(scaling: Scaling) -> list[Series]:
@@ -79,26 +81,31 @@ def draw_scaling(scaling: Scaling, title: str) -> str:
 
 
 def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
+    rates = {point.gpus: point.figures.items_per_second for point in scaling.strong if point.figures}
+    if not rates:
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for head in ("GPUs", "a failure every", "a save", "save every", "goodput", "tokens/s that stay"):
         table.add_column(head, justify="right", no_wrap=True)
-    rates = {point.gpus: point.figures.items_per_second for point in scaling.strong if point.figures}
     for gpus, saving in scaling.savings.items():
-        kept = count_text(rates[gpus] * saving.goodput) if gpus in rates else "-"
+        if gpus not in rates:
+            continue
         table.add_row(
             f"{gpus:,}",
             long_text(saving.between_failures),
             seconds_text(saving.save),
             long_text(saving.interval),
             f"{100 * saving.goodput:.1f} %",
-            kept,
+            count_text(rates[gpus] * saving.goodput),
         )
     terminal.print("\ncheckpoints: how often (Daly), and what failures leave (strong scaling)", style="bold")
-    terminal.print(table)
+    print_whole(table, terminal)
+    writes = f"a node writes {costs.node_gb_s:.3g} GB/s, and training waits for {percent(costs.waited)} of it"
+    if costs.save_seconds is not None:
+        writes = f"a save stops the training for {seconds_text(costs.save_seconds)}"
     terminal.print(
-        f"a GPU fails every {costs.gpu_hours_between_failures:,.0f} hours; a node writes {costs.node_gb_s:.3g} GB/s, and "
-        f"training waits for {percent(costs.waited)} of it; {seconds_text(costs.restart)} until it goes on "
-        f"({costs.source})",
+        f"a GPU fails every {costs.gpu_hours_between_failures:,.0f} hours; {writes}; {seconds_text(costs.restart)} until "
+        f"it goes on ({costs.source})",
         style="dim",
         markup=False,
         soft_wrap=True,

@@ -211,7 +211,7 @@ def show_found(found: Found, terminal: Terminal) -> None:
             str(job.layout), *cells, percent(numbers.mfu), waits_for(one.time), style="bold" if number == 0 else ""
         )
     terminal.print()
-    _print_whole(table, terminal)
+    print_whole(table, terminal)
     terminal.print(counted(found), style="dim", markup=False, soft_wrap=True)
 
 
@@ -298,7 +298,7 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
     )
 
 
-def _print_whole(table: Table, terminal: Terminal) -> None:
+def print_whole(table: Table, terminal: Terminal) -> None:
     """Numbers that are cut off help nobody: where it is too narrow the terminal breaks the lines itself."""
     needed = Measurement.get(terminal, terminal.options.update(width=1000), table).maximum
     Terminal(file=terminal.file, force_terminal=terminal.is_terminal, width=max(needed, 20)).print(table)
