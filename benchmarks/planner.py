@@ -32,7 +32,7 @@ from lockstep.planner.step_time import estimate_time
 
 CASES = Path(__file__).with_name("published") / "cases.csv"
 FITTED = ("matmul", "traffic", "attention", "contention")
-PRIOR = 0.1
+PRIOR = 0.3
 """How strongly a constant stays where it begins, relative to one row that is off by as much."""
 ROBUST = 0.1
 """Rows that are farther off than this count less: some published runs were sick (benchmarks/published/README.md)."""

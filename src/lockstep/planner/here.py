@@ -38,7 +38,7 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
         gpus_per_node=each,
         nodes=measured,
         inside=_inside(bench),
-        outside=_outside(bench, ranks),
+        outside=network_link(bench, ranks),
         warnings=() if bench.complete else ("lockstep bench was interrupted here: some numbers are missing",),
     )
 
@@ -107,7 +107,7 @@ def _inside(bench: Bench) -> Link:
     return Link(pairs[1], 1e-9 / pairs[0]) if pairs else Link(0.0, 0.0)
 
 
-def _outside(bench: Bench, ranks: int) -> Link:
+def network_link(bench: Bench, ranks: int) -> Link:
     """Between nodes: all ranks of a node sent at the same time, each to one of another node."""
     pairs = medians(bench.pairs, bench.nodes).get(False)
     return Link(pairs[1], 1e-9 / (pairs[0] * ranks)) if pairs else Link(0.0, 0.0)

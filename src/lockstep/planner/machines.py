@@ -49,7 +49,7 @@ def find_machine(name: str, nodes: int | None = None, gpus: int | None = None) -
         gpus_per_node=node["gpus"],
         nodes=1,
         inside=_inside(node["link"], node["link_gb_s"], node.get("reached")),
-        outside=_outside(node["network_gb_s"]),
+        outside=network_link(node["network_gb_s"]),
     )
     return _sized(machine, nodes, count if gpus is None else gpus, node["cards"])
 
@@ -66,6 +66,7 @@ def find_gpu(name: str) -> Gpu:
         name=entry,
         tflops={kind: float(peak) for kind, peak in found["tflops"].items()},
         matmul=found.get("matmul", tables["matmul"]),
+        flash=found.get("flash", tables["flash"]),
         memory_gb=float(found["memory_gb"]),
         memory_gb_s=float(found["memory_gb_s"]),
         multiprocessors=found["multiprocessors"],
@@ -131,7 +132,7 @@ def _inside(kind: str, gb_s: float, reached: float | None = None) -> Link:
     return Link(link["alpha"], 1 / (gb_s * 1e9 * (reached or link["reached"])))
 
 
-def _outside(gb_s: float) -> Link:
+def network_link(gb_s: float) -> Link:
     link = _tables()["link"]["network"]
     return Link(link["alpha"], 1 / (gb_s * 1e9 * link["reached"]))
 
@@ -213,7 +214,7 @@ def _of_node(name: str, node: Node) -> Machine:
     alike = kind == usual["link"] or {kind, usual["link"]} == {"nvlink", "nvswitch"}
     reached = usual.get("reached", _tables()["link"][usual["link"]]["reached"]) if alike else None
     inside = _inside(kind, node.gpu_link_gb_s or usual["link_gb_s"], reached)
-    return Machine(name, gpu, node.gpus or 1, 1, inside, _outside(network), tuple(warnings))
+    return Machine(name, gpu, node.gpus or 1, 1, inside, network_link(network), tuple(warnings))
 
 
 def _numbers(machine: Machine) -> tuple[object, ...]:

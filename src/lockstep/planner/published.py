@@ -9,18 +9,18 @@ import csv
 import gzip
 import io
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
-from lockstep.comm.model import Link
 from lockstep.config import Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.hardware import Gpu, Machine
+from lockstep.planner.hardware import Machine
 from lockstep.planner.job import Job, Recompute
+from lockstep.planner.machines import find_machine, network_link
 from lockstep.planner.model import Model, Shape
 from lockstep.planner.transformer import transformer
 
@@ -86,52 +86,11 @@ class Case:
         return self.status.lower() == "oom"
 
 
-GPUS = (
-    ("H100-SXM-96", 989.0, 0.69, 96.0, 2400.0, 132, 500.0),
-    ("H100", 989.0, 0.69, 80.0, 3350.0, 132, 700.0),
-    ("H200", 989.0, 0.69, 141.0, 4800.0, 132, 700.0),
-    ("H800", 989.0, 0.69, 80.0, 3350.0, 132, 700.0),
-    ("GB200", 2500.0, 0.73, 186.0, 8000.0, 148, 1200.0),
-    ("GB300", 2500.0, 0.73, 288.0, 8000.0, 148, 1400.0),
-    ("B200", 2250.0, 0.78, 180.0, 8000.0, 148, 1000.0),
-    ("A100-SXM-40", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100-40", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100-SXM (DGX-A100, 2020)", 312.0, 0.87, 40.0, 1555.0, 108, 400.0),
-    ("A100", 312.0, 0.87, 80.0, 2039.0, 108, 400.0),
-    ("V100-SXM2-16", 125.0, 0.8, 16.0, 900.0, 80, 300.0),
-    ("V100", 125.0, 0.8, 32.0, 900.0, 80, 300.0),
-)
-
-
-def known_gpu(name: str) -> Gpu:
-    """A GPU by the name a table gives it."""
-    for start, peak, reach, gigabytes, speed, multiprocessors, watts in GPUS:
-        if name.startswith(start):
-            tflops = {"fp16": peak} | ({} if start.startswith("V100") else {"bf16": peak})
-            if peak > 900:
-                tflops["fp8"] = 2 * peak
-            if peak > 2000:
-                tflops["fp4"] = 4 * peak
-            return Gpu(
-                name,
-                tflops,
-                reach,
-                gigabytes,
-                speed,
-                multiprocessors,
-                watts,
-                watts / 8,
-                "hardware.csv",
-                flash=0.65 if "A100" in name else 0.42,
-            )
-    raise UserError(f"there is no GPU {name}", "name one of the catalogue")
-
-
 class _UnreadableError(Exception):
     """A row is not a job."""
 
 
-def read_cases(path: Path, find_gpu: Callable[[str], Gpu] = known_gpu) -> list[Case]:
+def read_cases(path: Path) -> list[Case]:
     """Every row of a table (`.csv` or `.csv.gz`) with the columns of the published cases."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -141,14 +100,14 @@ def read_cases(path: Path, find_gpu: Callable[[str], Gpu] = known_gpu) -> list[C
     missing = [column for column in COLUMNS if not rows or column not in rows[0]]
     if missing:
         raise UserError(f"{path} has no column {missing[0]}", f"give a CSV file with {', '.join(COLUMNS)}")
-    return [read_case(row, find_gpu) for row in rows]
+    return [read_case(row) for row in rows]
 
 
-def read_case(row: Row, find_gpu: Callable[[str], Gpu] = known_gpu) -> Case:
+def read_case(row: Row) -> Case:
     """One row."""
     assumed: list[str] = []
     try:
-        job, reason = _job(row, find_gpu, assumed), ""
+        job, reason = _job(row, assumed), ""
     except _UnreadableError as error:
         job, reason = None, str(error)
     return Case(
@@ -167,7 +126,7 @@ def read_case(row: Row, find_gpu: Callable[[str], Gpu] = known_gpu) -> Case:
     )
 
 
-def _job(row: Row, find_gpu: Callable[[str], Gpu], assumed: list[str]) -> Job:
+def _job(row: Row, assumed: list[str]) -> Job:
     stack = _stack(row)
     layout, zero = _layout(row)
     world = _count(row, "n_gpus")
@@ -187,7 +146,7 @@ def _job(row: Row, find_gpu: Callable[[str], Gpu], assumed: list[str]) -> Job:
         assumed.append("attention without flash")
     return Job(
         model=model,
-        machine=_machine(row, find_gpu, world),
+        machine=_machine(row, world),
         layout=layout,
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -320,27 +279,20 @@ def _stack(row: Row) -> str:
     return next((stack for word, stack in STACKS if word in source), "megatron")
 
 
-def _machine(row: Row, find_gpu: Callable[[str], Gpu], world: int) -> Machine:
+def _machine(row: Row, world: int) -> Machine:
     if not row["gpu"]:
         raise _UnreadableError("its GPU is not published")
     try:
-        gpu = find_gpu(row["gpu"])
+        machine = find_machine(row["gpu"])
     except UserError as error:
         raise _UnreadableError(error.cause) from error
-    node = min(int(_number(row, "gpus_per_node") or 8), world)
-    source, fast = row.get("source", ""), gpu.tflops.get("bf16", 0.0) > 900
-    told = [(speed, falls) for word, kind, speed, falls in NETWORKS if word in source and kind in row["gpu"]]
-    network, congestion = told[0] if told else (50.0 * 8 if fast else 25.0 * 8, 0.05)
-    inside = 370.0 if fast else 230.0 if "A100" in row["gpu"] else 124.0
-    return Machine(
-        name=f"{row['gpu']} x {world}",
-        gpu=gpu,
-        gpus_per_node=node,
-        nodes=-(-world // node),
-        inside=Link(5e-6, 1e-9 / inside),
-        outside=Link(1e-5, 1e-9 / (0.9 * network)),
-        congestion=congestion,
-    )
+    # What a catalogue calls a node is the reach of NVLink, which may be more than one box.
+    node = min(max(machine.gpus_per_node, 8) if "NVL72" in row["gpu"] else _count(row, "gpus_per_node"), world)
+    machine = replace(machine, name=f"{row['gpu']} x {world}", gpus_per_node=node, nodes=-(-world // node))
+    for word, kind, speed, falls in NETWORKS:
+        if word in row.get("source", "") and kind in row["gpu"]:
+            return replace(machine, outside=network_link(speed), congestion=falls)
+    return machine
 
 
 def _measured(row: Row, column: str) -> float | None:

@@ -34,14 +34,14 @@ class Speeds:
 
 
 SPEEDS = {
-    "lockstep": Speeds(0.87, 1.7, 1.0, 0.35, balanced=True),
-    "composer": Speeds(0.87, 1.7, 1.0, 0.35),
-    "torchtitan": Speeds(0.87, 1.0, 1.0, 0.15, selective_half=True),
-    "nanotron": Speeds(0.9, 2.8, 1.0, 0.3, balanced=True),
-    "megatron": Speeds(0.9, 1.1, 1.0, 0.15, overlaps=False),
-    "deepspeed-megatron": Speeds(0.8, 1.0, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
-    "megatron-core": Speeds(1.0, 0.7, 1.8, 0.15),
-    "llm.c": Speeds(0.9, 1.0, 1.0, 0.15, gradient_bytes=2),
+    "lockstep": Speeds(0.88, 1.65, 0.95, 0.38, balanced=True),
+    "composer": Speeds(0.88, 1.65, 0.95, 0.38),
+    "torchtitan": Speeds(0.83, 1.05, 0.7, 0.15, selective_half=True),
+    "nanotron": Speeds(0.87, 2.6, 1.05, 0.5, balanced=True),
+    "megatron": Speeds(0.95, 1.05, 1.0, 0.15, overlaps=False),
+    "deepspeed-megatron": Speeds(0.79, 0.65, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
+    "megatron-core": Speeds(0.93, 0.65, 1.65, 0.17, balanced=True),
+    "llm.c": Speeds(1.0, 0.85, 1.05, 0.15, gradient_bytes=2),
 }
 
 

@@ -23,6 +23,8 @@ DEPTH = 240.0
 """Length of the inner dim at which a product reaches half its speed: a tile has to be filled and drained."""
 UNALIGNED = ((8, 0.5), (64, 0.75))
 """A product whose inner dim or columns are no multiple of so many elements reaches so much of its speed."""
+NARROW = {"fp8": 1.0, "fp4": 0.6}
+"""The share of its peak that a narrow format keeps, relative to bf16: fp4 has scales for every few elements."""
 BACKWARD_SPEED = 0.75
 """Of a flash kernel's backward, relative to its forward."""
 ASYNC_TENSOR = 0.3
@@ -132,13 +134,13 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
     scale = job.micro_batch / job.layout.cp
     width = 4 if job.precision == "fp32" else 2
     # Only products of the blocks are narrower than 16 bits: embedding, head and attention are not.
-    narrow = job.precision in ("fp8", "fp4")
+    narrow = job.precision in NARROW
     wide_speed = gpu.tflops["bf16" if narrow else job.precision] * 1e12 * gpu.matmul * speeds.matmul
     speed = wide_speed
     moved = (part.traffic / (tp if job.sequence_parallel else 1) + part.cut_traffic / tp) * scale * width
     products = [_cut(matmul, scale, tp) for matmul in part.matmuls]
     if narrow and part is job.model.blocks:
-        speed = gpu.tflops[job.precision] * 1e12 * gpu.matmul * speeds.matmul
+        speed = gpu.tflops[job.precision] * NARROW[job.precision] * 1e12 * gpu.matmul * speeds.matmul
         # The inputs of every product are read for their largest value, read again and written as bytes.
         moved += 5.0 * sum(rows * inner for rows, inner, _ in products)
     ahead = back = 0.0
