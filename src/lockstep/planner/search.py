@@ -33,7 +33,7 @@ Zero = Literal[1, 2, 3]
 STAGES_PER_RANK = (2, 4)
 """What is tried for schedules with several stages a rank."""
 
-QUICK: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b")
+QUICK: tuple[Schedule, ...] = ("1f1b", "interleaved-1f1b", "zbv")
 """The schedules of a quick search."""
 
 LEAST_TOKENS = 512
@@ -104,7 +104,7 @@ class Found:
 def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = False) -> Found:
     """All that can be done with so many GPUs of the machine of `base`, whose layout and choices are not looked at.
 
-    `quick` tries what is mostly best: dp or fsdp alone, all of it sharded, and two schedules.
+    `quick` tries what is mostly best: dp or fsdp alone, all of it sharded, and three schedules.
     """
     if quick:
         asked = replace(asked, zero=3)
@@ -142,11 +142,12 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
 def _try(job: Job, recompute: Recompute, sizes: list[int], counts: dict[int, int], found: Found) -> bool:
     """Micro-batches from small to large; returns whether any fits.
 
-    After one that does not, a larger one needs more, unless it is the only one of a step.
+    After one that does not, a larger one needs more, unless it is the only one of a step, or fewer are in flight.
     """
     any_fits = is_full = False
+    grows = job.layout.pp == 1 or job.schedule == "1f1b"
     for size in sizes:
-        if is_full and counts[size] > 1:
+        if is_full and grows and counts[size] > 1:
             found.refused["does not fit"] += 1
             continue
         one = _changed(job, recompute=recompute, micro_batch=size)
@@ -173,7 +174,8 @@ def _changed(job: Job, **changes: Any) -> Job:
 
 def _count(global_batch: int, ranks: int, micro_batch: int) -> int:
     """Micro-batches of the data rank that has most."""
-    return -(--(-global_batch // ranks) // micro_batch)
+    samples = -(-global_batch // ranks)
+    return -(-samples // micro_batch)
 
 
 def fullest(job: Job) -> Memory:
