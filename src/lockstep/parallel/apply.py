@@ -108,6 +108,20 @@ def parallelize(
 
     A layout with tp or cp has to `look` at a forward first.
     """
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    return parallelize_built(built, look, layout, comm, device, cutting)
+
+
+def parallelize_built(
+    built: Built,
+    look: Look | None,
+    layout: Layout,
+    comm: Comm,
+    device: torch.device,
+    cutting: Cutting,
+    give_values: Callable[[Built, Callable[[nn.Module], None], torch.device], nn.Module] = materialise,
+) -> ParallelModel:
+    """Cut a model that is built; `give_values` cuts it for good and gives it values, which a dry run has none of."""
     numerics = cutting.numerics
     fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
     blocks: list[tuple[str, nn.Module]] = []
@@ -132,7 +146,6 @@ def parallelize(
             units = sharding_units(model, modules, cutting.shard)
             sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     refuse_hooks(built.model, layout)
     slices: dict[str, Slice] = {}
     notes: list[str] = []
@@ -143,7 +156,7 @@ def parallelize(
         plan, gathers = plan_team(skeleton_of(built.model, device), look, layout, cutting, device)
         notes += [f"whole sequences are gathered: {line}" for line in gathers]
         built, slices = cut_for_team(built, plan, comm, notes)
-    model = materialise(built, cut, device)
+    model = give_values(built, cut, device)
     parameters = list(model.named_parameters())
     gradients: GradientSync
     if sharded:

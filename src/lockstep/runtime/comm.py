@@ -82,9 +82,9 @@ class Comm:
             device_id=device if backend == "nccl" else None,
         )
         self._control = dist.new_group(backend="gloo", timeout=timeout)
-        self.mesh = _build_mesh(layout, device.type, timeout)
+        self.mesh = build_mesh(layout, device.type, timeout)
         if layout.tp > 1:
-            self.tensor_mesh = _build_mesh(layout, device.type, timeout, ("pp", "cp", "dp", "tp", "fsdp"))
+            self.tensor_mesh = build_mesh(layout, device.type, timeout, ("pp", "cp", "dp", "tp", "fsdp"))
         if layout.data_size < layout.world_size:
             self._data_control = self._new_groups(layout.ranks_along("dp", "fsdp"), "gloo")
         self.barrier()  # a rank that leaves at once would take down those that are still connecting
@@ -326,9 +326,10 @@ def use_interface(name: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without the = any name that begins like it
 
 
-def _build_mesh(
+def build_mesh(
     layout: Layout, device_type: str, timeout: datetime.timedelta, order: tuple[str, ...] = AXES
 ) -> DeviceMesh:
+    """The mesh of a layout, its axes of size 1 left out; `order` is how the others stand, outermost first."""
     present = [axis for axis in AXES if layout.size(axis) > 1]
     axes = [axis for axis in order if axis in present]
     ranks = torch.arange(layout.world_size).view([layout.size(axis) for axis in present])

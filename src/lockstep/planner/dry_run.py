@@ -1,0 +1,353 @@
+"""One step of a job without data: fake tensors, a fake process group, and a count of every storage that is alive.
+
+Only a process of its own runs this (planner/trace.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import resource
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # private in torch 2.11, 2.13
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; private too
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+
+from lockstep.attention import attend_with
+from lockstep.config import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
+from lockstep.layout import Layout
+from lockstep.optim import use_fused_kernels
+from lockstep.parallel.apply import Cutting, ParallelModel, parallelize_built
+from lockstep.parallel.cut import Following
+from lockstep.parallel.dtensors import local_part
+from lockstep.parallel.materialise import Built, Tensors, cut_on_meta, named_tensors
+from lockstep.planner import torch_model
+from lockstep.planner.job import Job
+from lockstep.planner.model import Shape
+from lockstep.precision import compute_in
+from lockstep.recipes.task import Task
+from lockstep.runtime.axis import Axis
+from lockstep.runtime.beat import Beat
+from lockstep.runtime.comm import Comm, build_mesh
+from lockstep.runtime.place import Place
+
+DEVICE = torch.device("cpu")
+HEADINGS = ("parameters", "gradients", "optimizer", "activations", "communication", "buffers")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is traced, as a script for one device has it."""
+
+    build_model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
+    samples: Callable[[int], Any]
+    """A micro-batch of so many samples, as the loss function gets it."""
+
+
+def training_of_shape(shape: Shape, sequence: int) -> Training:
+    """A transformer that predicts the next token."""
+
+    def samples(count: int) -> Any:
+        tokens = torch.zeros(count, sequence, dtype=torch.int64)
+        return tokens, tokens.clone()
+
+    return Training(lambda: torch_model.Transformer(shape, sequence), torch_model.loss, samples)
+
+
+def training_of_task(task: Task) -> Training:
+    """What a recipe trains."""
+    return Training(task.build_model, task.loss, lambda count: default_collate([task.train[0]] * count))
+
+
+def training_of_module(build_model: Callable[[], nn.Module], samples: Callable[[int], Any]) -> Training:
+    """A module alone, given its inputs as a tuple: what it returns is summed up, as the loss is not known."""
+
+    def loss(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, int]:
+        returned = [one for one in tree_leaves(model(*inputs)) if isinstance(one, torch.Tensor)]
+        floats = [one.float().sum() for one in returned if one.is_floating_point()]
+        return torch.stack(floats).sum(), 1
+
+    return Training(build_model, loss, samples)
+
+
+class AbsentWorld(Comm):
+    """Rank 0 among ranks that are not there: what it gathers is its own, and every sum is what it gave."""
+
+    def __init__(self, layout: Layout) -> None:
+        size = layout.world_size
+        self.place = Place(0, size, 0, size, 0, 1, None, "explicit")
+        self.beat = Beat()
+        self.rank, self.world_size = 0, size
+        self.mesh = self.tensor_mesh = None
+        self._timeout = datetime.timedelta(minutes=1)
+        self._layout = layout
+        self._data_control = self._control = self._store = self._given_store = None
+        if size == 1:
+            return
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        self.mesh = build_mesh(layout, "cpu", self._timeout)
+        if layout.tp > 1:
+            self.tensor_mesh = build_mesh(layout, "cpu", self._timeout, ("pp", "cp", "dp", "tp", "fsdp"))
+
+    def axis_names(self) -> dict[str, str]:
+        """The axis that a process group is of, by the group's name."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return {self.mesh.get_group(axis).group_name: axis for axis in names if self.mesh is not None}
+
+
+class NormsAsOnGpus(TorchFunctionMode):
+    """Autocast has norms computed in fp32 on a GPU (its list in ATen/autocast_mode.h), and not on a CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.layer_norm, torch.rms_norm):
+            args = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    """Sees every storage come and go, each under a heading, and remembers the fullest moment."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.heading = self.moment = "forward"
+        self.now: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.peak_moment = ""
+        self.collectives: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self._most = self._total = 0
+        self._axes = axes
+        self._alive: dict[int, tuple[weakref.ref[Any], str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # which comes back with the parts
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        if func.namespace in ("c10d", "fsdp"):
+            self._see_communication(func, args, kwargs or {})
+        return result
+
+    def see(self, tensor: torch.Tensor, heading: str | None = None) -> None:
+        """A tensor is there; with a heading it belongs under that from now on."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is None:
+            size, under = storage.nbytes(), heading or self.heading
+            gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._alive[key] = (gone, under, size)
+            self._add(under, size)
+        elif heading is not None and known[1] != heading:
+            reference, before, size = known
+            self._alive[key] = (reference, heading, size)
+            self.now[before] -= size
+            self.now[heading] += size
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has grown or was given up while tensors still use it, as `fully_shard` does it."""
+        known = self._alive.get(id(storage))
+        if known is not None:
+            reference, under, before = known
+            self._alive[id(storage)] = (reference, under, storage.nbytes())
+            self._add(under, storage.nbytes() - before)
+
+    def forget_peak(self) -> None:
+        """What was before does not count; collectives neither."""
+        self._most, self.peak, self.peak_moment = 0, {}, ""
+        self.collectives.clear()
+
+    def _forget(self, key: int) -> None:
+        _, under, size = self._alive.pop(key)
+        self._add(under, -size)
+
+    def _add(self, under: str, size: int) -> None:
+        self.now[under] += size
+        self._total += size
+        if self._total > self._most:
+            self._most, self.peak, self.peak_moment = self._total, dict(self.now), self.moment
+
+    def _see_communication(self, func: Any, args: Any, kwargs: Any) -> None:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        axis = "fsdp"
+        if func.namespace == "c10d":
+            kind = func._opname.strip("_").removesuffix("_")
+            axis = self._axis_of(args)
+            largest = max((one.untyped_storage().nbytes() for one in tensors), default=0)
+            noted = self.collectives[kind, axis]
+            noted[0] += 1
+            noted[1] += largest
+        if axis in ("tp", "cp"):
+            return  # these are activations
+        for number, tensor in enumerate(tensors):
+            known = self._alive.get(id(tensor.untyped_storage()))
+            if known is not None and known[1] == "activations":
+                scattered = func.namespace == "c10d" and "reduce_scatter" in func._opname and number == 0
+                self.see(tensor, "gradients" if scattered else "communication")
+
+    def _axis_of(self, args: Any) -> str:
+        for one in args:
+            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
+                return self._axes.get(dist.ProcessGroup.unbox(one).group_name, "data")
+        return "data"
+
+
+def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str, Any]:
+    """The fullest moment of rank 0 in a step of this job, under the names of `planner.trace.Traced`."""
+    torch.set_num_threads(1)  # more would wait for ever for threads that a fork leaves behind
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+    comm = AbsentWorld(job.layout)
+    with torch.device("meta"):
+        model = training.build_model()
+    sample = training.samples(job.micro_batch)
+    watch = Watch(comm.axis_names())
+    count = min(job.micro_batches, 2)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        norms: AbstractContextManager[object] = NormsAsOnGpus() if job.precision != "fp32" else nullcontext()
+        with compute_in(job.precision, DEVICE), attend_with(None if job.flash else "math"), norms:
+            return training.loss(model, sample)[0].float()
+
+    def look(model: nn.Module, _: Axis | None = None) -> Any:
+        return loss_of(model), 1
+
+    with ExitStack() as without_data:
+
+        def shapes_alone(built: Built, cut: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+            def cut_and_begin(model: nn.Module) -> None:
+                cut(model)  # torch would be some ten times slower at this with fake tensors
+                without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                without_data.enter_context(_counting(watch))
+
+            cut_on_meta(built.model, cut_and_begin, device)
+            return built.model
+
+        cutting = Cutting(
+            init_by_name=False,
+            recompute=job.recompute == "full",
+            compile="off",
+            numerics=numerics,
+            shard=ShardConfig.model_validate({"level": f"zero{job.zero}"}),
+            pipeline=PipelineConfig(),
+            tensor=TensorConfig(sequence="on" if job.sequence_parallel else "off"),
+            batch_norm="micro-batch",
+        )
+        built = Built(model, lambda names: _zeros(model, names))
+        seen = look if job.layout.team > 1 else None
+        # What is made beside the model there are the buckets that gradients are summed in.
+        watch.heading = "gradients"
+        parallel = parallelize_built(built, seen, job.layout, comm, DEVICE, cutting, shapes_alone)
+        _step(parallel, watch, loss_of, count)
+    return {
+        **{name: watch.peak.get(name, 0) for name in HEADINGS},
+        "moment": watch.peak_moment,
+        "rank": 0,
+        "stage": 0,
+        "micro_batches": count,
+        "collectives": [
+            {"kind": kind, "axis": axis, "count": number, "bytes": size}
+            for (kind, axis), (number, size) in sorted(watch.collectives.items())
+        ],
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _step(
+    parallel: ParallelModel, watch: Watch, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int
+) -> None:
+    """What engine.Engine does in a step that is not the first: the optimizer has its state already."""
+    model, gradients = parallel.models[0], parallel.gradients
+    for parameter in model.parameters():
+        watch.see(local_part(parameter.data), "parameters")
+    for buffer in model.buffers():
+        watch.see(buffer, "buffers")
+    parameters = [parameter for _, parameter in parallel.trained]
+    optimizer = torch.optim.AdamW(parallel.trained)
+    use_fused_kernels(optimizer, model)
+    watch.heading = watch.moment = "optimizer"
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    watch.heading = "communication"
+    gradients.begin()
+    watch.forget_peak()
+    _mark_gradients(model, watch)
+    for number in range(micro_batches):
+        watch.heading, watch.moment = "activations", "forward"
+        with Following():
+            loss = loss_of(model)
+        gradients.before_backward(number == micro_batches - 1)
+        watch.moment = "backward"
+        (loss * 1.0).backward()
+        del loss
+    watch.heading, watch.moment = "communication", "summing gradients"
+    with suppress(DataDependentOutputException):  # replicas ask at last whether a parameter was left out
+        gradients.wait()
+    gradients.finish(False)
+    watch.heading = watch.moment = "optimizer"
+    own = local_gradients(parameters)
+    norm = global_norm(local_gradients(parallel.counted), parallel.norm_groups, DEVICE)
+    scale_gradients(own, gradient_scale(norm, 1.0, 1.0), optimizer)
+    # Its fused kernel works in place: a second step would take a while, and nothing more.
+    gradients.updated()
+
+
+def _mark_gradients(model: nn.Module, watch: Watch) -> None:
+    """Have every gradient counted as one, also those of weights that are gathered for a while."""
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            watch.see(local_part(parameter.grad), "gradients")
+
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(arrived)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            group = unit._get_fsdp_state()._fsdp_param_group  # private in torch 2.11 and 2.13
+            for part in group.fsdp_params if group is not None else ():
+                part._unsharded_param.register_post_accumulate_grad_hook(arrived)
+
+
+@contextmanager
+def _counting(watch: Watch) -> Iterator[None]:
+    """Let a watch see all that is made, and what becomes of storages that `fully_shard` frees without letting go."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        watch.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    try:
+        with watch:
+            yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def _zeros(model: nn.Module, names: Collection[str] | None) -> Tensors:
+    """Values for buffers, of which the plan of a cut wants to know some."""
+    for name, tensor in named_tensors(model):
+        if names is not None and name in names:
+            yield name, torch.zeros_like(tensor, device=DEVICE)
