@@ -141,7 +141,7 @@ def _plan_one(
         terminal.print()
         terminal.print(explain_text(job), markup=False, soft_wrap=True)
     if trace:
-        _trace(job, terminal)
+        result["trace"] = _trace(request, job, terminal)
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
     return 0 if says == "fits" else 1
@@ -237,8 +237,29 @@ def _show_least(request: Request, terminal: Terminal) -> int | None:
     return gpus
 
 
-def _trace(job: Job, terminal: Terminal) -> None:
-    raise NotImplementedError
+def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
+    """The formulas beside what the real model, cut for real, would hold."""
+    from dataclasses import asdict
+
+    from lockstep.amounts import bytes_text
+    from lockstep.planner.memory import estimate_memory
+    from lockstep.planner.trace import cross_check, cross_check_text, refuse_untraceable, trace_memory
+    from lockstep.planner.tracing import training_of
+
+    build = training_of(request.typed.model, request.told, request.typed.sequence)
+    refuse_untraceable(job, build is not None)
+    with terminal.status("cutting the model and running a step without data"):
+        traced = trace_memory(job, build)
+    terminal.print("\nformulas beside the real model, cut for real and run without data", style="bold")
+    terminal.print(cross_check_text(cross_check(traced, estimate_memory(job))), markup=False, soft_wrap=True)
+    terminal.print(
+        f"fullest in the {traced.moment} of rank {traced.rank}; found in {traced.seconds:.1f} s, in a process of "
+        f"{bytes_text(traced.process_bytes)}",
+        style="dim",
+        markup=False,
+        soft_wrap=True,
+    )
+    return {**asdict(traced), "total": traced.total}
 
 
 def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, typed: Typed) -> Costs:

@@ -214,7 +214,7 @@ def _of_node(name: str, node: Node) -> Machine:
     alike = kind == usual["link"] or {kind, usual["link"]} == {"nvlink", "nvswitch"}
     reached = usual.get("reached", _tables()["link"][usual["link"]]["reached"]) if alike else None
     inside = _inside(kind, node.gpu_link_gb_s or usual["link_gb_s"], reached)
-    return Machine(name, gpu, node.gpus or 1, 1, inside, network_link(network), tuple(warnings))
+    return Machine(name, gpu, node.gpus or 1, 1, inside, network_link(network), warnings=tuple(warnings))
 
 
 def _numbers(machine: Machine) -> tuple[object, ...]:

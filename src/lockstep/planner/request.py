@@ -79,6 +79,9 @@ class Request:
     remarks: list[str]
     named: str
     """What `lockstep train` is told to train: a recipe or a config, or a placeholder for one."""
+    typed: Typed
+    told: dict[str, Any]
+    """What `--set` and the options said of the config."""
 
 
 def read_request(typed: Typed, largest: int | None = None) -> Request:
@@ -107,12 +110,15 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         compiled=said.get("compile", "off") != "off",
     )
     unread = [key for key in said if key not in READ and not key.startswith("model.")]
-    remarks = [f"a plan does not depend on {', '.join(unread)}"] if unread else []
+    remarks = list(model.notes)
+    if unread:
+        remarks.append(f"a plan does not depend on {', '.join(unread)}")
     if "global_batch" not in said and "batch_per_device" not in said and not is_recipe:
         what = f"{base.tokens / 1e6:.3g} million tokens" if model.sequence > 1 else f"{USUAL_SAMPLES} a GPU"
         remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed: --global-batch")
-    asked = _asked(said, base, layout)
-    return Request(base, world_size, layout, asked, remarks, typed.model if is_recipe else "CONFIG.toml")
+    asked = _asked(dict(cfg.flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
+    named = typed.model if is_recipe else "CONFIG.toml"
+    return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))
 
 
 def _machine(typed: Typed, told: Mapping[str, Any]) -> tuple[Machine, str | None]:

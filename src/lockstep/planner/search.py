@@ -93,6 +93,15 @@ class Found:
         return found
 
     @property
+    def best_of_kinds(self) -> list[Candidate]:
+        """The fastest of each kind of layout: its tp, cp and pp, and whether it has replicas, shards or both."""
+        best: dict[tuple[object, ...], Candidate] = {}
+        for candidate in self.fitting:
+            layout = candidate.job.layout
+            best.setdefault((layout.tp, layout.cp, layout.pp, layout.dp > 1, layout.fsdp > 1), candidate)
+        return list(best.values())
+
+    @property
     def best_of_layouts(self) -> list[Candidate]:
         """The fastest of each layout."""
         best: dict[Layout, Candidate] = {}

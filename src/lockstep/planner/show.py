@@ -92,29 +92,34 @@ def show_one(job: Job, memories: Sequence[Memory], time: Time, items: float | No
 
 def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("memory of a rank, GB", no_wrap=True)
+    fullest = max(memories, key=lambda memory: memory.total)
+    unit, name = (1e9, "GB") if fullest.total >= 1e9 else (1e6, "MB")
+    table.add_column(f"memory of a rank, {name}", no_wrap=True)
     heads = [""] if len(memories) == 1 else [_stage(memory, job) for memory in memories]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for term, text in TERMS.items():
-        values = [getattr(memory, term) / 1e9 for memory in memories]
+        values = [getattr(memory, term) / unit for memory in memories]
         if any(values):
             table.add_row(text, *(f"{value:,.2f}" for value in values))
     if any(memory.shared for memory in memories):
-        table.add_row("gradients that come as activations go", *(f"{-memory.shared / 1e9:,.2f}" for memory in memories))
-    table.add_row("total", *(f"{memory.total / 1e9:,.2f}" for memory in memories), style="bold")
+        table.add_row("gradients that come as activations go", *(f"{-memory.shared / unit:,.2f}" for memory in memories))
+    table.add_row("total", *(f"{memory.total / unit:,.2f}" for memory in memories), style="bold")
     terminal.print()
     terminal.print(table)
-    fullest = max(memories, key=lambda memory: memory.total)
     says = verdict(fullest, job.machine.gpu)
-    low, high = ((1 + sign * fullest.band) * fullest.total / 1e9 for sign in (-1, 1))
-    gpu = job.machine.gpu
-    of = f"{capacity(gpu) / 1e9:.3g} GB" + (f" usable of {gpu.memory_gb:g}" if gpu.usable < 1 else "")
+    low, high = ((1 + sign * fullest.band) * fullest.total / unit for sign in (-1, 1))
     terminal.print(
-        f"[{COLOURS[says]}]{says}[/]: {low:,.1f} to {high:,.1f} GB (± {percent(fullest.band)}) of the {of} that "
-        f"{'a GPU' if gpu.watts else 'a rank'} has",
+        f"[{COLOURS[says]}]{says}[/]: {low:,.1f} to {high:,.1f} {name} (± {percent(fullest.band)}) of the "
+        f"{bytes_text(capacity(job.machine.gpu))} that a rank has",
         soft_wrap=True,
     )
+    if fullest.host:
+        terminal.print(
+            f"a checkpoint that is written in the background takes {bytes_text(fullest.host)} of the host's memory, a rank",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _stage(memory: Memory, job: Job) -> str:
@@ -189,7 +194,7 @@ def show_command(job: Job, named: str, terminal: Terminal, what: str = "it") -> 
 
 def show_found(found: Found, terminal: Terminal) -> None:
     """The best of each layout, and the Pareto front."""
-    best = found.best_of_layouts[:MOST_ROWS]
+    best = found.best_of_kinds[:MOST_ROWS]
     has_pp = any(one.job.layout.pp > 1 for one in best)
     has_fsdp = any(one.job.layout.fsdp > 1 for one in best)
     heads = ["micro", "recomp", *["schedule"] * has_pp, *["shard"] * has_fsdp]
@@ -220,7 +225,7 @@ def counted(found: Found) -> str:
     reasons = "; ".join(f"{count:,} {_reason(reason)}" for reason, count in found.refused.most_common())
     layouts = len(found.best_of_layouts)
     return (
-        f"{found.considered:,} candidates: {len(found.fitting):,} fit, of {layouts} layouts (the best of each is shown)"
+        f"{found.considered:,} candidates: {len(found.fitting):,} fit, of {layouts} layouts"
         + (f"; {reasons}" if reasons else "")
     )
 
