@@ -113,6 +113,8 @@ def _plan_one(
     from lockstep.planner.step_time import estimate_time
 
     job, chosen = _settled(request)
+    if trace:
+        _refuse_trace(request, job)
     remarks = [*check_job(job), *request.remarks, *chosen]
     memories, time = estimate_memory(job), estimate_time(job)
     fullest = max(memories, key=lambda memory: memory.total)
@@ -237,17 +239,24 @@ def _show_least(request: Request, terminal: Terminal) -> int | None:
     return gpus
 
 
+def _refuse_trace(request: Request, job: Job) -> None:
+    """Say what cannot be traced before anything is shown."""
+    from lockstep.planner.trace import refuse_untraceable
+    from lockstep.planner.tracing import training_of
+
+    refuse_untraceable(job, training_of(request.typed.model, request.told, request.typed.sequence) is not None)
+
+
 def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
     """The formulas beside what the real model, cut for real, would hold."""
     from dataclasses import asdict
 
     from lockstep.amounts import bytes_text
     from lockstep.planner.memory import estimate_memory
-    from lockstep.planner.trace import cross_check, cross_check_text, refuse_untraceable, trace_memory
+    from lockstep.planner.trace import cross_check, cross_check_text, trace_memory
     from lockstep.planner.tracing import training_of
 
     build = training_of(request.typed.model, request.told, request.typed.sequence)
-    refuse_untraceable(job, build is not None)
     with terminal.status("cutting the model and running a step without data"):
         traced = trace_memory(job, build)
     terminal.print("\nformulas beside the real model, cut for real and run without data", style="bold")

@@ -136,11 +136,11 @@ def least_gpus(base: Job, asked: Asked) -> tuple[int, Job] | None:
 def _smallest(base: Job, world_size: int, asked: Asked) -> Job | None:
     """A way that fits, tried from the side of the least memory."""
     one = replace(base, machine=base.machine.with_gpus(world_size))
-    saving = replace(asked, micro_batch=asked.micro_batch or 1, recompute=asked.recompute or "full", zero=3)
+    saving = replace(asked, micro_batch=asked.micro_batch or 1, recompute=asked.recompute or "full")
     for tp, cp, pp in teams(one, world_size):
         data = world_size // (tp * cp * pp)
         if data <= base.global_batch:
             layout = Layout(pp=pp, fsdp=data, cp=cp, tp=tp)
-            for found in search(one, world_size, replace(saving, layout=layout), quick=True).fitting[:1]:
+            for found in search(one, world_size, replace(saving, layout=layout)).fitting[:1]:
                 return found.job
     return None

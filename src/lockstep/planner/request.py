@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -91,11 +92,11 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
     is_recipe = typed.model in RECIPES or typed.model.endswith(".toml")
     told = cfg.parse_assignments(list(typed.assignments))
     shape = {} if is_recipe else {key: told.pop(key) for key in list(told) if key not in cfg.Config.model_fields}
-    machine, layout_text = _machine(typed, told if is_recipe else {})
+    machine = _machine(typed, told)
     model = find_model(typed.model, typed.sequence, {**told, **dict(typed.values or {})} if is_recipe else shape)
     world_size = largest or machine.gpus
     resolved = _resolve(typed, told, is_recipe, model, world_size)
-    layout_text = layout_text or _layout_of(resolved, typed)
+    layout_text = typed.layout or _layout_of(resolved, typed)
     layout = settle_layout(layout_text, world_size) if layout_text else None
     said = _said(resolved)
     base = Job(
@@ -121,17 +122,18 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
     return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))
 
 
-def _machine(typed: Typed, told: Mapping[str, Any]) -> tuple[Machine, str | None]:
+def _machine(typed: Typed, told: Mapping[str, Any]) -> Machine:
     """The machine, with as many GPUs as the layout needs where neither says how many."""
     if typed.cluster is None:
         raise UserError("--cluster is missing", "name what is planned for, as in --cluster 64xH100, A100-40 or here")
+    machine = find_machine(typed.cluster, typed.nodes, typed.gpus)
     text = typed.layout or told.get("layout")
-    gpus = typed.gpus
     if text and text != AUTO and not typed.search and typed.gpus is None and typed.nodes is None:
         layout = Layout.parse(text)
-        if layout.auto is None and "x" not in typed.cluster.lower():
-            gpus = layout.world_size
-    return find_machine(typed.cluster, typed.nodes, gpus), typed.layout
+        if layout.auto is None and layout.world_size != machine.gpus:
+            with suppress(UserError):  # 64xH100 says how many: the layout is then refused
+                machine = find_machine(typed.cluster, gpus=layout.world_size)
+    return machine
 
 
 def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, world_size: int) -> cfg.Resolved:

@@ -104,8 +104,8 @@ def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
     if costs.save_seconds is not None:
         writes = f"a save stops the training for {seconds_text(costs.save_seconds)}"
     terminal.print(
-        f"a GPU fails every {costs.gpu_hours_between_failures:,.0f} hours; {writes}; {seconds_text(costs.restart)} until "
-        f"it goes on ({costs.source})",
+        f"a GPU fails every {costs.gpu_hours_between_failures:,.0f} hours; {writes}; {seconds_text(costs.restart)} "
+        f"until it goes on ({costs.source})",
         style="dim",
         markup=False,
         soft_wrap=True,

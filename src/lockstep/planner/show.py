@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lockstep.amounts import bytes_text, seconds_text
-from lockstep.charts import Series, line_chart, plain, terminal_chart
+from lockstep.charts import Series, line_chart, terminal_chart
 from lockstep.planner.checks import Verdict, capacity, verdict
 from lockstep.planner.estimate import Memory, Time
 from lockstep.planner.figures import SHARES, figures
@@ -79,13 +79,13 @@ def _describe(job: Job) -> str:
     if layout.pp > 1:
         stages = f" with {job.stages_per_rank} stages a rank" if job.stages_per_rank > 1 else ""
         pieces.append(f"schedule {job.schedule}{stages}")
-    return f"layout {layout}: {layout.explain()}\n{', '.join(pieces)}"
+    return f"{layout.explain()}\n{', '.join(pieces)}"
 
 
 def show_one(job: Job, memories: Sequence[Memory], time: Time, items: float | None, terminal: Terminal) -> None:
     """Memory and time term by term."""
     terminal.print(title(job, job.layout.world_size), markup=False, soft_wrap=True)
-    terminal.print(_describe(job), markup=False, soft_wrap=True)
+    terminal.print(_describe(job), markup=False)
     _show_memory(job, memories, terminal)
     _show_time(job, time, items, terminal)
 
@@ -103,7 +103,9 @@ def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> No
         if any(values):
             table.add_row(text, *(f"{value:,.2f}" for value in values))
     if any(memory.shared for memory in memories):
-        table.add_row("gradients that come as activations go", *(f"{-memory.shared / unit:,.2f}" for memory in memories))
+        table.add_row(
+            "gradients that come as activations go", *(f"{-memory.shared / unit:,.2f}" for memory in memories)
+        )
     table.add_row("total", *(f"{memory.total / unit:,.2f}" for memory in memories), style="bold")
     terminal.print()
     terminal.print(table)
@@ -116,7 +118,7 @@ def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> No
     )
     if fullest.host:
         terminal.print(
-            f"a checkpoint that is written in the background takes {bytes_text(fullest.host)} of the host's memory, a rank",
+            f"the host keeps {bytes_text(fullest.host)} a rank while a checkpoint is written in the background",
             style="dim",
             soft_wrap=True,
         )
@@ -160,7 +162,7 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
             f", {_energy(found.kilowatt_hours(job, amount))} ({found.watts:,.0f} W a GPU with its part of the node)"
         )
     terminal.print(
-        f"{count_text(amount)} {found.item}: {_duration(wall)}, {hours:,.3g} GPU-hours{energy}",
+        f"{count_text(amount)} {found.item}: {_duration(wall)}, {_amount(hours)} GPU-hours{energy}",
         markup=False,
         soft_wrap=True,
     )
@@ -168,7 +170,12 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
 
 
 def _energy(kilowatt_hours: float) -> str:
-    return f"{kilowatt_hours / 1000:,.3g} MWh" if kilowatt_hours >= 1000 else f"{kilowatt_hours:,.3g} kWh"
+    is_much = kilowatt_hours >= 1000
+    return f"{_amount(kilowatt_hours / 1000)} MWh" if is_much else f"{_amount(kilowatt_hours)} kWh"
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _duration(seconds: float) -> str:
@@ -224,9 +231,8 @@ def counted(found: Found) -> str:
     """How many were looked at, and what became of them."""
     reasons = "; ".join(f"{count:,} {_reason(reason)}" for reason, count in found.refused.most_common())
     layouts = len(found.best_of_layouts)
-    return (
-        f"{found.considered:,} candidates: {len(found.fitting):,} fit, of {layouts} layouts"
-        + (f"; {reasons}" if reasons else "")
+    return f"{found.considered:,} candidates: {len(found.fitting):,} fit, of {layouts} layouts" + (
+        f"; {reasons}" if reasons else ""
     )
 
 
@@ -248,9 +254,10 @@ def show_front(found: Found, terminal: Terminal) -> None:
     front = found.front
     if len(front) < 2:
         return
-    terminal.print("\nPareto front: seconds of a step (up) over GB of memory (right)", style="bold")
+    terminal.print("\nPareto front: seconds of a step over memory of a rank, on a logarithmic scale", style="bold")
     if terminal.encoding.lower().startswith("utf"):
-        chart = terminal_chart([Series("front", front_points(front))], min(terminal.width, 76), height=7)
+        series, width = [Series("front", front_points(front))], min(terminal.width, 76)
+        chart = terminal_chart(series, width, height=7, log_x=True, x_format=bytes_text)
         terminal.print(chart, markup=False, soft_wrap=True)
     chosen = front if len(front) <= 5 else [front[round(i * (len(front) - 1) / 4)] for i in range(5)]
     for one in chosen:
@@ -263,14 +270,14 @@ def show_front(found: Found, terminal: Terminal) -> None:
 
 
 def front_points(front: Sequence[Candidate]) -> list[tuple[float, float]]:
-    """GB and seconds, from the smallest on."""
-    return [(one.memory.total / 1e9, one.time.total) for one in reversed(front)]
+    """Bytes and seconds, from the smallest on."""
+    return [(one.memory.total, one.time.total) for one in reversed(front)]
 
 
 def draw_front(found: Found, title: str) -> str:
     """The front as an SVG."""
     series = [Series("Pareto front", front_points(found.front))]
-    return line_chart(title, "GB of memory", "seconds of a step", series, x_format=plain)
+    return line_chart(title, "memory of a rank", "seconds of a step", series, log_x=True, x_format=bytes_text)
 
 
 # ---- when it does not fit
