@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config import Section, checked, flatten
 from lockstep.errors import UserError, unknown
@@ -86,6 +86,15 @@ class Cluster(Section):
     slurm: Slurm = Slurm()
     software: Software = Software()
     storage: Storage = Storage()
+
+    @model_validator(mode="after")
+    def _has_a_first_kind(self) -> Cluster:
+        if self.nodes and self.node == Node():
+            raise ValueError(
+                "[[nodes]] are further kinds of nodes, and there is no [node]: describe the kind that jobs usually get "
+                "as [node]"
+            )
+        return self
 
 
 def find_cluster(name: str | None) -> Cluster:

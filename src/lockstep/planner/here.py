@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,18 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
         gpus_per_node=each,
         nodes=measured,
         inside=_inside(bench),
-        outside=network_link(bench, ranks),
-        warnings=() if bench.complete else ("lockstep bench was interrupted here: some numbers are missing",),
+        outside=_outside(bench, ranks),
+        warnings=_warnings(bench),
     )
+
+
+def _warnings(bench: Bench) -> tuple[str, ...]:
+    found = []
+    if not bench.complete:
+        found.append("lockstep bench was interrupted: some links may be missing")
+    if socket.gethostname() not in bench.hosts:
+        found.append(f"lockstep bench measured {bench.hosts[0]}, and this is {socket.gethostname()}")
+    return tuple(found)
 
 
 def newest_bench() -> Bench:
@@ -107,7 +117,7 @@ def _inside(bench: Bench) -> Link:
     return Link(pairs[1], 1e-9 / pairs[0]) if pairs else Link(0.0, 0.0)
 
 
-def network_link(bench: Bench, ranks: int) -> Link:
+def _outside(bench: Bench, ranks: int) -> Link:
     """Between nodes: all ranks of a node sent at the same time, each to one of another node."""
     pairs = medians(bench.pairs, bench.nodes).get(False)
     return Link(pairs[1], 1e-9 / (pairs[0] * ranks)) if pairs else Link(0.0, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import sys
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config import Config
+from lockstep.data.images import MNIST_SIDE
 from lockstep.errors import UserError, nearest
 from lockstep.planner.follow import follow
 from lockstep.planner.model import Model
@@ -57,7 +57,6 @@ def model_of_function(where: str, function: str, sequence: int | None) -> Model:
         raise UserError(
             f"{name} returned a {type(model).__name__}", "return an nn.Module, or that and the inputs of its forward"
         )
-    model = _without_data(model, mode)
     with mode:
         sample = guess_inputs(name, model, sequence) if inputs is None else given_inputs(name, inputs)
     found = _followed(name, model, mode, sample, lambda: model(*sample.arguments, **sample.keywords))
@@ -85,10 +84,10 @@ def _of_settings(settings: Any) -> tuple[Callable[[], nn.Module], Callable[..., 
     if isinstance(settings, catalog.DigitsSettings):
         return lambda: vision.DigitReader(settings), vision.loss, torch.zeros(SAMPLES, vision.PIXELS), classes
     if isinstance(settings, catalog.MnistSettings):
-        pixels = torch.zeros(SAMPLES, 1, vision.MNIST_SIDE, vision.MNIST_SIDE)
+        pixels = torch.zeros(SAMPLES, 1, MNIST_SIDE, MNIST_SIDE)
         return lambda: vision.mnist_model(settings), vision.loss, pixels, classes
     if isinstance(settings, catalog.Cifar10Settings):
-        return lambda: resnet.ResNet18(settings), resnet.loss, torch.zeros(SAMPLES, 3, 32, 32), classes
+        return lambda: resnet.ResNet18(settings), vision.loss, torch.zeros(SAMPLES, 3, 32, 32), classes
     if isinstance(settings, catalog.Wikitext2Settings):
         words = torch.zeros(SAMPLES, settings.context, dtype=torch.long)
         return lambda: wikitext.WordModel(settings, WIKITEXT_WORDS), wikitext.loss, words, words
@@ -148,17 +147,22 @@ def _built(name: str, build: Callable[[], Any], mode: FakeTensorMode) -> Any:
         ) from None
 
 
-def _without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The model with tensors that have a shape alone."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        if not hasattr(parameter, "fake_mode"):
-            fake = mode.from_tensor(parameter.detach())
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        if not hasattr(buffer, "fake_mode"):
-            memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy.deepcopy(model, memo) if memo else model
+def _drop_data(model: nn.Module) -> None:
+    """Give every parameter and buffer anew, with a shape alone: those of a module that was copied are not whole."""
+    new: dict[int, Tensor] = {}
+
+    def anew(tensor: Tensor) -> Tensor:
+        if id(tensor) not in new:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            new[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return new[id(tensor)]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = anew(tensor)  # type: ignore[assignment]
 
 
 def guess_inputs(name: str, model: nn.Module, sequence: int | None) -> Sample:
@@ -198,6 +202,7 @@ def _followed(name: str, model: nn.Module, mode: FakeTensorMode, sample: Sample,
     model.train()
     try:
         with mode:
+            _drop_data(model)
             return follow(name, model, forward, sample.batch, sample.tokens)
     except UserError:
         raise

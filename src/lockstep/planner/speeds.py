@@ -21,6 +21,8 @@ class Speeds:
     """The share of hidden communication that is paid nevertheless: it takes memory bandwidth and multiprocessors."""
     launch: float = 6e-6
     """Seconds to start a kernel."""
+    step_bytes: float = 20.0
+    """Moved once a step for every weight of the rank: gradients measured, scaled and cleared, weights copied."""
     gradient_bytes: int = 4
     """Of one gradient, where ranks sum them up."""
     overlaps: bool = True
@@ -34,14 +36,14 @@ class Speeds:
 
 
 SPEEDS = {
-    "lockstep": Speeds(0.88, 1.65, 0.95, 0.38, balanced=True),
-    "composer": Speeds(0.88, 1.65, 0.95, 0.38),
-    "torchtitan": Speeds(0.83, 1.05, 0.7, 0.15, selective_half=True),
-    "nanotron": Speeds(0.87, 2.6, 1.05, 0.5, balanced=True),
-    "megatron": Speeds(0.95, 1.05, 1.0, 0.15, overlaps=False),
-    "deepspeed-megatron": Speeds(0.79, 0.65, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
-    "megatron-core": Speeds(0.93, 0.65, 1.65, 0.17, balanced=True),
-    "llm.c": Speeds(1.0, 0.85, 1.05, 0.15, gradient_bytes=2),
+    "lockstep": Speeds(0.9, 1.5, 0.95, 0.4, balanced=True),
+    "composer": Speeds(0.9, 1.5, 0.95, 0.4),
+    "torchtitan": Speeds(0.86, 1.05, 0.65, 0.15, selective_half=True),
+    "nanotron": Speeds(0.9, 2.5, 1.15, 0.4, step_bytes=80.0, balanced=True),
+    "megatron": Speeds(0.99, 0.97, 1.0, 0.15, overlaps=False),
+    "deepspeed-megatron": Speeds(0.82, 0.45, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
+    "megatron-core": Speeds(0.95, 0.63, 1.5, 0.19, balanced=True),
+    "llm.c": Speeds(1.05, 0.8, 1.05, 0.15, gradient_bytes=2),
 }
 
 

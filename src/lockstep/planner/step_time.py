@@ -19,7 +19,7 @@ from lockstep.planner.speeds import Speeds, speeds_of
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
 """What one multiprocessor computes at a time: rows, columns, and the share of the best speed it reaches."""
-DEPTH = 240.0
+DEPTH = 400.0
 """Length of the inner dim at which a product reaches half its speed: a tile has to be filled and drained."""
 UNALIGNED = ((8, 0.5), (64, 0.75))
 """A product whose inner dim or columns are no multiple of so many elements reaches so much of its speed."""
@@ -84,7 +84,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
     data, hidden = _data(job, speeds, count, forward.total, backward.total)
-    held = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero else 1)
+    on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero == 3 else 1)
+    updated = on_rank / (layout.fsdp if job.zero in (1, 2) else 1)
     times = job.micro_batches
     return Time(
         compute=times * (stage.products + stage.attention),
@@ -95,7 +96,7 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
         pipeline=times * crossing,
         data=data,
         bubble=empty * (average + crossing / job.stages_per_rank),
-        optimizer=held * ADAM_BYTES / (job.machine.gpu.memory_gb_s * 1e9),
+        optimizer=(updated * ADAM_BYTES + on_rank * speeds.step_bytes) / (job.machine.gpu.memory_gb_s * 1e9),
         hidden={"data": hidden},
     )
 
@@ -231,8 +232,8 @@ def collective_seconds(job: Job, kind: Kind, size: float, ranks: int, stride: in
     bandwidth = 1 / machine.inside.beta if here > 1 else math.inf
     messages = machine.inside.alpha * (here - 1)
     if nodes > 1:
-        # The groups of a node share its cards, and the more nodes one group spans, the less of them it can use.
-        share = min(here / machine.gpus_per_node, nodes**-machine.congestion)
+        # The groups of a node share its cards, and the more nodes they span, the less of them they can use.
+        share = here / machine.gpus_per_node * nodes**-machine.congestion
         bandwidth = min(bandwidth, share / machine.outside.beta)
         # Sums go up and down a tree of nodes, the others round a ring.
         messages += machine.outside.alpha * (math.log2(nodes) if kind == "all-reduce" else nodes - 1)
