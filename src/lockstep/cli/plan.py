@@ -184,14 +184,19 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
 def _search(request: Request, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
     """All layouts, ranked."""
     from lockstep.planner.checks import check_job
-    from lockstep.planner.results import candidate_json
+    from lockstep.planner.results import candidate_json, plan_json
     from lockstep.planner.search import search
     from lockstep.planner.show import counted, draw_front, show_command, show_found, show_front, show_remarks, title
 
     found = search(request.base, request.world_size, request.asked)
     terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
     remarks = list(request.remarks)
-    result: dict[str, Any] = {"considered": found.considered, "fitting": len(found.fitting), "refused": found.refused}
+    result: dict[str, Any] = {
+        **plan_json(request.base, request.world_size),
+        "considered": found.considered,
+        "fitting": len(found.fitting),
+        "refused": found.refused,
+    }
     if found.fitting:
         best = found.fitting[0].job
         remarks += check_job(best)
@@ -204,6 +209,7 @@ def _search(request: Request, chart: Path | None, as_json: bool, terminal: Termi
     else:
         terminal.print("\nnothing fits", style="bold red")
         terminal.print(counted(found), markup=False, soft_wrap=True)
+        remarks += request.base.machine.warnings
         show_remarks(remarks, terminal)
         result["least_gpus"] = _show_least(request, terminal)
     if chart is not None:
@@ -300,7 +306,7 @@ def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | Non
 def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
     """Both scaling curves."""
     from lockstep.planner.request import read_request
-    from lockstep.planner.results import scaling_json
+    from lockstep.planner.results import plan_json, scaling_json
     from lockstep.planner.scale import parse_sizes
     from lockstep.planner.scale import scale as scaled
     from lockstep.planner.scale_show import draw_scaling, show_scaling
@@ -320,5 +326,6 @@ def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: 
         opt.write_output(chart, draw_scaling(scaling, f"{request.base.model.name} on {request.base.machine.gpu.name}"))
         terminal.print(f"curves drawn in {chart}", markup=False, soft_wrap=True)
     if as_json:
-        print(json.dumps(scaling_json(scaling), allow_nan=False), flush=True)
+        plan = plan_json(request.base, counts[-1])
+        print(json.dumps({**plan, **scaling_json(scaling)}, allow_nan=False), flush=True)
     return 0 if any(point.best for point in scaling.strong) else 1

@@ -87,6 +87,8 @@ class Request:
 
 def read_request(typed: Typed, largest: int | None = None) -> Request:
     """Check and complete what was typed; `largest` is the number of GPUs of the largest size of a scaling curve."""
+    if typed.layout == AUTO:
+        typed = replace(typed, layout=None)
     if typed.search and typed.layout:
         raise UserError("--search compares all layouts, and --layout names one", "say one of them")
     is_recipe = typed.model in RECIPES or typed.model.endswith(".toml")
@@ -139,7 +141,7 @@ def _machine(typed: Typed, told: Mapping[str, Any]) -> Machine:
 def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, world_size: int) -> cfg.Resolved:
     """The config: a recipe's own, or for other models what was said alone."""
     named = typed.layout or ""
-    data = settle_layout(named, world_size).data_size if named and named != AUTO else 1
+    data = settle_layout(named, world_size).data_size if named else 1
     first: dict[str, Any] = {"global_batch": max(usual_batch(model, world_size), data)}
     if is_recipe:
         first = {"recipe": typed.model}

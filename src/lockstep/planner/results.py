@@ -15,23 +15,30 @@ from lockstep.planner.search import Candidate
 from lockstep.planner.settings import settings
 
 
-def job_json(job: Job) -> dict[str, Any]:
-    """What is planned."""
+def plan_json(job: Job, gpus: int) -> dict[str, Any]:
+    """What all candidates of a plan have in common."""
     return {
         "model": job.model.name,
         "parameters": job.model.parameters,
         "sequence": job.model.sequence,
         "gpu": job.machine.gpu.name,
-        "gpus": job.layout.world_size,
-        "layout": str(job.layout),
+        "gpus": gpus,
         "global_batch": job.global_batch,
+        "precision": job.precision,
+    }
+
+
+def job_json(job: Job) -> dict[str, Any]:
+    """What is planned."""
+    return {
+        **plan_json(job, job.layout.world_size),
+        "layout": str(job.layout),
         "micro_batch": job.micro_batch,
         "micro_batches": job.micro_batches,
         "recompute": job.recompute,
         "schedule": job.schedule if job.layout.pp > 1 else None,
         "stages_per_rank": job.stages_per_rank,
         "shard_level": f"zero{job.zero}" if job.layout.fsdp > 1 else None,
-        "precision": job.precision,
         "settings": settings(job),
     }
 

@@ -60,7 +60,7 @@ def young(save: float, between_failures: float) -> float:
 
 
 def daly(save: float, between_failures: float) -> float:
-    """The same of higher order, which still holds when saving takes long (Daly 2006, equation 37)."""
+    """The same of higher order, which still holds when saving takes long (Daly 2006)."""
     if save >= 2 * between_failures:
         return between_failures
     ratio = save / (2 * between_failures)
@@ -68,7 +68,7 @@ def daly(save: float, between_failures: float) -> float:
 
 
 def goodput(interval: float, save: float, restart: float, between_failures: float) -> float:
-    """Useful time over all time when failures come at random (Daly 2006, equation 20)."""
+    """Useful time over all time when failures come at random (Daly 2006)."""
     if math.isinf(between_failures):
         return interval / (interval + save)
     exponent = (interval + save) / between_failures
