@@ -103,7 +103,7 @@ def test_what_does_not_fit_comes_with_ways_that_do(tmp_path: Path) -> None:
 
 
 def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_named(tmp_path: Path) -> None:
-    done = in_this_process(tmp_path, "plan", "llama-3-405b", "--cluster", "H100")
+    done = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100")
     assert done.returncode == 1
     assert "nothing fits" in done.stdout
     found = re.search(
@@ -111,7 +111,7 @@ def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_named(tmp_path: 
     )
     assert found is not None
     gpus = int(found[2])
-    again = in_this_process(tmp_path, "plan", "llama-3-405b", "--cluster", "H100", "--gpus", str(gpus))
+    again = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100", "--gpus", str(gpus))
     assert again.returncode == 0, again.stdout
 
 

@@ -38,7 +38,7 @@ def test_tp_has_to_divide_the_widths_of_a_traced_model_too_and_needs_something_t
     with pytest.raises(UserError, match=r"tp=4 does not divide the 90 rows of a matrix of mine.py:build: use tp=2, "):
         check_job(replace(job(layout="dp=2,tp=4"), model=traced))
     whole = Model("mine.py:build", (Part("conv", 4, 10, 0, (Matmul(1, 3, 3),)),), sequence=1)
-    with pytest.raises(UserError, match=r"tp=2 would cut nothing of mine.py:build: use dp, fsdp or pp"):
+    with pytest.raises(UserError, match=r"nothing that tp=2 could cut was found in mine.py:build: use dp"):
         check_job(replace(job(layout="dp=4,tp=2"), model=whole))
 
 

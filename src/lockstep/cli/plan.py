@@ -236,12 +236,19 @@ def _show_least(request: Request, terminal: Terminal) -> int | None:
         )
         return None
     gpus, job = found
+    how = f"--gpus {gpus} --layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}"
     terminal.print(
-        f"the smallest number of {machine.gpu.name} on which it fits is {gpus:,}: --gpus {gpus} --layout {job.layout}, "
-        f"micro-batch {job.micro_batch}, recompute {job.recompute}",
-        markup=False,
-        soft_wrap=True,
+        f"the smallest number of {machine.gpu.name} on which it fits is {gpus:,}: {how}", markup=False, soft_wrap=True
     )
+    fewer = least_gpus(request.base, replace(request.asked, layout=None), at_once=True)
+    if fewer is not None and fewer[0] < gpus:
+        few, one = fewer
+        how = f"--gpus {few} --layout {one.layout} --global-batch {one.global_batch} --recompute {one.recompute}"
+        terminal.print(
+            f"with one micro-batch a step, whose gradients are sharded as they come, {few:,} would do: {how}",
+            markup=False,
+            soft_wrap=True,
+        )
     return gpus
 
 

@@ -96,7 +96,7 @@ def _check_tensor(model: Model, tp: int) -> None:
         return
     sizes = _cut_sizes(model)
     if not sizes:
-        raise UserError(f"tp={tp} would cut nothing of {model.name}", "use dp, fsdp or pp")
+        raise UserError(f"nothing that tp={tp} could cut was found in {model.name}", "use dp, fsdp or pp")
     for size, what in sizes:
         if size % tp:
             possible = _either(_near_divisors(tensor_limit(model), tp), "tp=")

@@ -113,34 +113,40 @@ def difference(before: Job, after: Job) -> str:
     return ", ".join(told)
 
 
-def least_gpus(base: Job, asked: Asked) -> tuple[int, Job] | None:
-    """The smallest number of GPUs, in whole nodes or even parts of one, on which anything fits, and how."""
+def least_gpus(base: Job, asked: Asked, at_once: bool = False) -> tuple[int, Job] | None:
+    """The smallest number of GPUs, in whole nodes or even parts of one, on which anything fits, and how.
+
+    `at_once` gives every rank one sample a step, whatever the batch of `base`: gradients that are not added up over
+    micro-batches are sharded as they come.
+    """
     node = base.machine.gpus_per_node
     for size in divisors(node):
-        if (job := _smallest(base, size, asked)) is not None:
+        if (job := _smallest(base, size, asked, at_once)) is not None:
             return size, job
     low, high = 1, 2
-    while (job := _smallest(base, high * node, asked)) is None:
+    while (job := _smallest(base, high * node, asked, at_once)) is None:
         low, high = high, 2 * high
         if high * node > MOST_GPUS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        if (smaller := _smallest(base, middle * node, asked)) is not None:
+        if (smaller := _smallest(base, middle * node, asked, at_once)) is not None:
             high, job = middle, smaller
         else:
             low = middle
     return high * node, job
 
 
-def _smallest(base: Job, world_size: int, asked: Asked) -> Job | None:
+def _smallest(base: Job, world_size: int, asked: Asked, at_once: bool) -> Job | None:
     """A way that fits, tried from the side of the least memory."""
     one = replace(base, machine=base.machine.with_gpus(world_size))
     saving = replace(asked, micro_batch=asked.micro_batch or 1, recompute=asked.recompute or "full")
     for tp, cp, pp in teams(one, world_size):
         data = world_size // (tp * cp * pp)
-        if data <= base.global_batch:
-            layout = Layout(pp=pp, fsdp=data, cp=cp, tp=tp)
-            for found in search(one, world_size, replace(saving, layout=layout)).fitting[:1]:
-                return found.job
+        if data > base.global_batch or (at_once and pp > 1):
+            continue
+        job = replace(one, global_batch=data) if at_once else one
+        layout = Layout(pp=pp, fsdp=data, cp=cp, tp=tp)
+        for found in search(job, world_size, replace(saving, layout=layout)).fitting[:1]:
+            return found.job
     return None

@@ -149,7 +149,7 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
     rate = found.items_per_second
     terminal.print(
         f"\n{rate:,.0f} {found.item}/s, {rate / job.layout.world_size:,.0f} a GPU; MFU {percent(found.mfu)} of "
-        f"{job.machine.gpu.tflops[job.precision]:g} TFLOP/s ({job.precision})",
+        f"{job.machine.gpu.tflops[job.precision]:.3g} TFLOP/s ({job.precision})",
         markup=False,
         soft_wrap=True,
     )
