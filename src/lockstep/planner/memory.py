@@ -15,9 +15,6 @@ from lockstep.planner.stacks import STACKS, Stack, find_stack
 FORMATS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "fp4": 2.0}
 """Bytes of an activation: products in 8 or 4 bits read what is kept in 16."""
 
-BUCKET = 25.0 * 2**20
-"""What a gradient bucket or a gathering of rows takes (parallel/replicate.py)."""
-
 
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
     """One estimate a pipeline stage that differs: the first, and with pp the last."""
@@ -59,9 +56,12 @@ def stage_blocks(job: Job, stack: Stack) -> tuple[float, float]:
     if not stack.by_work:
         most = -(-count // stages)
         return float(most), float(max(count - most * (stages - 1), count // stages))
-    work = count + job.model.head_work
-    first = min(count, -(-work // stages))
-    return float(first), float(max(0, count - int(-(-work * (stages - 1) // stages))))
+    if stages == 1:
+        return float(count), float(count)
+    # The head counts as so many blocks; of the two ways to round, the one whose slowest stage is faster.
+    fair = max(0.0, (count - job.model.head_work * (stages - 1)) / stages)
+    last = min((int(fair), int(fair) + 1), key=lambda own: max(own + job.model.head_work, (count - own) / (stages - 1)))
+    return float(-(-(count - last) // (stages - 1))), float(last)
 
 
 def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has_last: bool) -> Memory:
@@ -74,50 +74,60 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     ends, end_weights = model.end_parameters(has_first, has_last, tp)
     block_parameters = block.parameters - block.cut_parameters * (1 - 1 / tp)
     own = blocks * block_parameters + ends
-    parameters = stack.weights * own / (shards if job.zero == 3 else 1)
+    sharded = job.zero == 3 or (job.zero == 2 and stack.gathers_for_zero2)
+    parameters = stack.weights * own / (shards if sharded else 1)
     whole_gradients = job.zero < 2 or (stack.accumulates_whole and micro_batches > 1)
     gradients = stack.gradients * own / (1 if whole_gradients else shards)
     optimizer = stack.optimizer * own / (shards if job.zero else 1)
 
-    # What is gathered, rounded, or on its way to other ranks.
-    communication = 0.0
-    if job.zero == 3 and shards > 1:
-        here = min(blocks, 2.0)
-        communication = stack.gathered * (ends + here * block_parameters)
-        communication += (stack.gathered + stack.summed) * block_parameters
-    elif job.zero == 2 and shards > 1:
-        communication = stack.gathered * own - parameters * (stack.gathered == stack.weights)
-        communication += 2 * stack.summed * block_parameters
-    elif layout.dp * shards > 1:
-        communication = stack.buckets * own + (BUCKET if job.zero else 0.0)
-    if layout.pp > 1:
-        communication += 2 * samples * block.border * width / (tp if job.sequence_parallel else 1)
-
-    # What the backward needs.
+    # What the backward needs, of all micro-batches in flight.
     of_stages = job.stages_per_rank if layout.pp > 1 else 1
     flights = 1.0
     if layout.pp > 1:
         flights = in_flight(job.schedule, layout.pp, of_stages, micro_batches, rank) / of_stages
-    live = _live_block(job, stack, block, width) * samples
-    kept = _kept(job, stack, block, width) * samples
-    activations = flights * blocks * kept + live
-    casts = stack.casts_weights and width == 2.0
-    if casts:
-        # Every forward makes its own copies; a block that recomputes itself makes them again.
-        copied = block_parameters if job.recompute == "full" else flights * blocks * block_parameters
-        activations += 2.0 * (copied + (end_weights if has_last else 0.0))
+    activations = flights * blocks * _kept(job, stack, block, width) * samples
     if has_first:
         activations += flights * samples * _edge(job, stack, model.first, width)
-    logits = 0.0
+    if stack.casts_weights and width == 2.0:
+        # Every forward makes its own copies; a block that recomputes itself makes them again.
+        activations += 2.0 * (0.0 if job.recompute == "full" else flights * blocks * block_parameters)
+        activations += 2.0 * (end_weights if has_last else 0.0)
+
+    # What is gathered, on its way to other ranks, or comes from them.
+    communication = 0.0
+    one_block = 0.0
+    if job.zero == 3 and shards > 1:
+        # What is outside of blocks stays, and while the loss is gone back through the last block is gathered.
+        communication = stack.gathered * (ends + block_parameters)
+        # Later there are the present block and the next, its gradients, and what is sent.
+        one_block = (2 * stack.gathered + stack.gathered + stack.summed) * block_parameters
+    elif job.zero == 2 and shards > 1:
+        communication = stack.gathered * own if stack.gathers_for_zero2 else 0.0
+        one_block = (stack.gathered + stack.summed) * block_parameters
+    elif layout.dp * shards > 1:
+        communication = stack.buckets * own
+    if layout.pp > 1:
+        communication += 2 * samples * block.border * width / (tp if job.sequence_parallel else 1)
+
+    # Either the loss is gone back through, or one block.
+    live = _live_block(job, stack, block, width) * samples
+    if stack.casts_weights and width == 2.0 and job.recompute == "full":
+        live += 2.0 * block_parameters
+    logits = loss = 0.0
     if has_last and model.logits:
         waiting = micro_batches - 1 if job.schedule in ("gpipe", "looped-bfs") and layout.pp > 1 else 0
         activations += samples * _edge(job, stack, model.last, width) * (1 + waiting)
-        logits = samples * model.logits / tp * (stack.logits + stack.kept_logits * waiting)
-        # The loss is gone when the first block is gone back through.
-        activations -= min(live, logits)
+        logits = samples * model.logits / tp * stack.kept_logits * waiting
+        loss = samples * model.logits / tp * (stack.cut_logits if tp > 1 else stack.logits)
+    if loss > live + one_block:
+        logits += loss
+    else:
+        activations += live
+        communication += one_block
 
     shared = 0.0
-    if not stack.gradients_stay and layout.dp == 1 and not (whole_gradients and micro_batches > 1) and job.zero != 1:
+    come_and_go = not stack.gradients_stay and layout.dp == tp == 1 and job.zero != 1
+    if come_and_go and not (whole_gradients and micro_batches > 1):
         # Gradients come as activations go: the fuller of the two moments counts.
         shared = min(gradients, activations + logits)
     held = activations + logits + communication - shared

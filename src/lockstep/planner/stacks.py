@@ -33,6 +33,8 @@ class Stack:
     """Elements of hidden a token and block that stay for the backward though the mathematics does not need them."""
     casts_weights: bool = False
     """Autocast: rounded copies of the weights live from a forward to its backward."""
+    gathers_for_zero2: bool = False
+    """ZeRO-2 shards weights between steps and has all of them gathered from the forward to the backward."""
     accumulates_whole: bool = False
     """Gradients are reduced in the last backward only: until then every rank has whole ones, sharded or not."""
     gradients_stay: bool = True
@@ -43,10 +45,12 @@ class Stack:
     """What recompute "selective" leaves out: attention, or all but attention and every other product."""
     logits: float = 12.0
     """Of a logit at the fullest moment of the loss."""
+    cut_logits: float = 12.0
+    """The same where tp cuts the vocabulary."""
     kept_logits: float = 4.0
     """Of a logit from the forward to the backward."""
     by_work: bool = False
-    """Pipeline stages are cut by their work, so that the stage with the head has fewer blocks; else all have as many."""
+    """Pipeline stages are cut by their work, so that the one with the head has fewer blocks; else all have as many."""
     shards_over_context: bool = False
     """The cp axis shards states too."""
     fragments: float = 0.0
@@ -70,8 +74,10 @@ STACKS = {
             summed=4.0,
             residual=4.0,
             casts_weights=True,
+            gathers_for_zero2=True,
             accumulates_whole=True,
             gradients_stay=False,
+            cut_logits=16.0,
             by_work=True,
             fragments=0.05,
             base=0.1e9,
@@ -110,6 +116,7 @@ STACKS = {
             optimizer=8.0,
             gathered=2.0,
             summed=4.0,
+            gathers_for_zero2=True,
             gradients_stay=False,
             fragments=0.1,
             base=0.5e9,
