@@ -25,7 +25,7 @@ import numpy as np
 
 from lockstep import charts, svg
 from lockstep.errors import UserError
-from lockstep.planner.memory import estimate_memory
+from lockstep.planner.memory import estimate_memory, fits
 from lockstep.planner.published import Case, read_cases
 from lockstep.planner.speeds import Speeds, speeds_of
 from lockstep.planner.step_time import estimate_time
@@ -133,6 +133,12 @@ def memory_ratio(case: Case) -> float:
     return max(memory.total for memory in estimate_memory(case.job)) / (case.memory_gib * 2**30)
 
 
+def said_to_fit(case: Case) -> bool:
+    """What `lockstep plan` would say."""
+    assert case.job is not None
+    return fits(case.job, estimate_memory(case.job))
+
+
 def cell(case: Case) -> str:
     """Rows that differ only in how the work is cut."""
     job = case.job
@@ -147,7 +153,9 @@ def best_of_cells(timed: Sequence[Case]) -> list[dict[str, Any]]:
         layouts = {str(case.job.layout) for case in cases if case.job}
         if len(layouts) < FEWEST:
             continue
-        chosen = min(cases, key=lambda case: estimate_time(case.job).total if case.job else math.inf)
+        # What is too full to be said to fit is not ranked, as long as there is something else.
+        ranked = [case for case in cases if said_to_fit(case)] or cases
+        chosen = min(ranked, key=lambda case: estimate_time(case.job).total if case.job else math.inf)
         fastest = min(cases, key=lambda case: case.seconds or math.inf)
         assert chosen.seconds is not None
         assert fastest.seconds is not None
@@ -234,7 +242,7 @@ def results(cases: Sequence[Case]) -> dict[str, Any]:
         "rows": len(cases),
         "scores": [asdict(found) for found in scores],
         "cells": best_of_cells(timed),
-        "out_of_memory": [{"id": case.id, "said to fit": case.job is not None and False} for case in full],
+        "out_of_memory": [{"id": case.id, "said to fit": case.job is not None and said_to_fit(case)} for case in full],
         "not_jobs": [{"id": case.id, "why": case.reason} for case in cases if not case.job],
         "predictions": [
             {

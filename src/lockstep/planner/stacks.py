@@ -85,6 +85,7 @@ STACKS = {
         ),
         # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
         Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
+        Stack("megatron-core", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
         Stack(
             "deepspeed-megatron",
             weights=2.0,

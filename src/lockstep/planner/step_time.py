@@ -84,8 +84,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
     data, hidden = _data(job, speeds, count, forward.total, backward.total)
-    on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero == 3 else 1)
-    updated = on_rank / (layout.fsdp if job.zero in (1, 2) else 1)
+    on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero >= 2 else 1)
+    updated = on_rank / (layout.fsdp if job.zero == 1 else 1)
     times = job.micro_batches
     return Time(
         compute=times * (stage.products + stage.attention),
@@ -280,7 +280,7 @@ def _context(job: Job, forward: Work, backward: Work, speeds: Speeds) -> float:
 def _data(job: Job, speeds: Speeds, blocks: int, forward: float, backward: float) -> tuple[float, float]:
     """Seconds of a step for weights and gradients over fsdp and dp: those that show, and those behind compute."""
     layout, model = job.layout, job.model
-    shards = layout.fsdp if job.zero == 3 else 1
+    shards = layout.fsdp if job.zero >= 2 else 1
     stride = layout.tp * layout.cp
     parameters = model.parameters / layout.pp / layout.tp
     all_seconds = shown = 0.0
@@ -288,15 +288,20 @@ def _data(job: Job, speeds: Speeds, blocks: int, forward: float, backward: float
         unit = parameters / max(1, blocks)
         gather = collective_seconds(job, "all-gather", unit * (4 if job.precision == "fp32" else 2), shards, stride)
         scatter = collective_seconds(job, "reduce-scatter", unit * speeds.gradient_bytes, shards, stride)
+        # Weights that stay after the forward (zero2) are not gathered for the backward.
+        again = gather if job.zero == 3 else 0.0
         ahead = hidden_behind(forward, gather, speeds.contention)
-        back = hidden_behind(backward, gather + scatter, speeds.contention)
-        shown += job.micro_batches * (blocks * (ahead + back) + gather)
-        all_seconds += job.micro_batches * blocks * (2 * gather + scatter)
+        back = hidden_behind(backward, again, speeds.contention)
+        last = hidden_behind(backward, again + scatter, speeds.contention)
+        scatters = 1 if speeds.scatters_once else job.micro_batches
+        quiet = job.micro_batches - scatters
+        shown += job.micro_batches * (blocks * ahead + gather) + blocks * (scatters * last + quiet * back)
+        all_seconds += blocks * (job.micro_batches * (gather + again) + scatters * scatter)
     replicas = layout.dp * layout.fsdp // shards
     if replicas > 1:
         size = parameters / shards * speeds.gradient_bytes
         sums = collective_seconds(job, "all-reduce", size, replicas, stride * shards)
-        if job.zero in (1, 2) and speeds.regathers:
+        if job.zero == 1 and speeds.regathers:
             sums += collective_seconds(job, "all-gather", size, replicas, stride * shards)
         # A pipeline sums after its last micro-batch, when there is nothing left to hide behind.
         behind = blocks * backward if layout.pp == 1 and speeds.overlaps else 0.0
