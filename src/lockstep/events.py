@@ -30,6 +30,8 @@ NUMBER = int | float
 NUMBER_OR_NULL = int | float | None
 METRICS: Shape = {"*": {"sum": NUMBER, "count": NUMBER, "value": NUMBER}}
 
+COMPARED: Shape = {"predicted": NUMBER, "measured": NUMBER_OR_NULL, "error": NUMBER_OR_NULL}
+
 COMMON: Mapping[str, Shape] = {"time": NUMBER, "kind": str, "attempt": int}
 
 SCHEMA: Mapping[str, Mapping[str, Shape]] = {
@@ -130,6 +132,15 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "account": str,
         "exit_code": str,
     },
+    "prediction": {
+        "memory_bytes": NUMBER_OR_NULL,
+        "step_seconds": NUMBER_OR_NULL,
+        "machine": str | None,
+        "band": NUMBER_OR_NULL,
+        "source": str,
+        "reason": str,
+    },
+    "prediction_error": {"step": int, "memory_bytes": COMPARED, "step_seconds": COMPARED},
     "stop": {"reason": str, "step": int, "text": str},
     "end": {
         "step": int,

@@ -20,6 +20,7 @@ from lockstep.data.transfer import HostCopy
 from lockstep.engine import Engine, StepResult
 from lockstep.errors import UserError
 from lockstep.events import EventLog
+from lockstep.foretell import Expected, Measured, error_of, foretell
 from lockstep.layout import Layout
 from lockstep.precision import number_formats
 from lockstep.runtime.place import Place
@@ -55,6 +56,8 @@ class Journal:
         """How long the last step took."""
         self.last_loss = math.nan
         self.last_metrics: dict[str, dict[str, float | None]] = {}
+        self._prediction: dict[str, Any] | None = None
+        self._measured = Measured()
 
     def count_in(self, item: str, items_per_sample: int) -> None:
         """What throughput counts: so many items in each sample."""
@@ -100,12 +103,26 @@ class Journal:
         )
         self._clock.start()
 
+    def foretell(self, expected: Expected) -> None:
+        """What the planner expects of the steps to come."""
+        if self._log is not None:
+            self._prediction = foretell(expected)
+            self.emit("prediction", **self._prediction)
+            self._clock.start()
+
+    def ranks(self, step: int, fields: Mapping[str, Any], on_gpus: bool) -> None:
+        """Where the time of the ranks' steps went, and what they hold."""
+        if on_gpus:
+            self._measured.memory = max(fields["memory"])
+        self.emit("ranks", step=step, **fields)
+
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
         self.last_loss = result.loss
         self.step_seconds = self._clock.step_done(sum(len(p.ids) for p in batch.micro_batches if not p.filler))
         if self._log is None:  # nobody would read the copy of the norm
             return
+        self._measured.step(self.step_seconds)
         self.emit(
             "step",
             step=result.step,
@@ -163,6 +180,8 @@ class Journal:
     def end(self, step: int, best: tuple[int, float] | None) -> None:
         """The run is finished."""
         best_step, best_loss = best or (None, None)
+        if self._prediction and not self._prediction["reason"] and self._measured.seconds:
+            self.emit("prediction_error", step=step, **error_of(self._prediction, self._measured))
         self.emit(
             "end",
             step=step,

@@ -68,6 +68,7 @@ from lockstep.faults.stop import StopConditions
 from lockstep.faults.stragglers import StragglerWatch, ranks_event
 from lockstep.faults.watchdog import Watchdog
 from lockstep.folder import RunFolder
+from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, peak_bytes, rank_memory
@@ -83,6 +84,7 @@ from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
+from lockstep.planner.model import Model
 from lockstep.precision import check_can_compute
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
@@ -123,6 +125,8 @@ class Run:
         self.folder = folder
         self.requests = Requests()
         self.engine: Engine | None = None
+        self.planned: Callable[[], Model] | None = None
+        """What the planner knows of the model, where it knows it without looking."""
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # until the run folder was looked at
         self._comm = comm
         self._config = config
@@ -226,6 +230,7 @@ class Run:
             self._pipeline = cut_as_before(self._pipeline, self.layout.pp, before.pipeline)
         matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
+        self._cutting = cutting
         engine = self.engine = Engine(
             loss,
             optimizer,
@@ -704,7 +709,7 @@ class Run:
         ranks = self._comm.gather(own)
         if self.is_main:
             step, event = self._steps_done, ranks_event(ranks)
-            self.journal.emit("ranks", step=step, **event)
+            self.journal.ranks(step, event, self.device.type == "cuda")
             if (slow := self._stragglers.look(event)) is not None:
                 self.journal.emit("straggler", step=step, **asdict(slow))
                 self.message(slow.text, "warning")
@@ -720,6 +725,9 @@ class Run:
             assert loader is not None
             self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
             micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
+            where = (self._cutting, self.layout, self._comm.place, self.device)
+            batches = (loader.order.global_batch, micro_batch)
+            self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches))
             if self._compiles:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):

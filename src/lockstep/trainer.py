@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.cadence import Cadence
@@ -21,6 +22,7 @@ from lockstep.engine import Engine, StepResult
 from lockstep.folder import write_config
 from lockstep.join import init
 from lockstep.optim import optimizer_factory, schedule_function
+from lockstep.planner.models import find_model
 from lockstep.recipes.task import task_of
 from lockstep.run import Run
 from lockstep.scoring import Metric
@@ -61,6 +63,8 @@ class Trainer:
         self._save_every = Cadence.parse(config.save_every)
         self._validated = self._saved = time.monotonic()
         self._validated_step = -1
+        if config.recipe == "lm":  # the others would have to be built and followed first
+            self.run.planned = partial(find_model, "lm", None, {"model": config.model})
         self.engine = self._setup()
         self.loader = self._load()
 

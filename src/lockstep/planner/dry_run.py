@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from lockstep.attention import attend_with
-from lockstep.config import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.config import Format, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
 from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
 from lockstep.optim import use_fused_kernels
@@ -152,7 +153,7 @@ class Watch(TorchDispatchMode):
         known = self._alive.get(key)
         if known is None:
             size, under = storage.nbytes(), heading or self.heading
-            gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            gone = weakref.ref(storage, partial(self._forget, key))
             self._alive[key] = (gone, under, size)
             self._add(under, size)
         elif heading is not None and known[1] != heading:
@@ -174,7 +175,7 @@ class Watch(TorchDispatchMode):
         self._most, self.peak, self.peak_moment = 0, {}, ""
         self.collectives.clear()
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: Any) -> None:
         _, under, size = self._alive.pop(key)
         self._add(under, -size)
 
@@ -217,12 +218,13 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
     with torch.device("meta"):
         model = training.build_model()
     sample = training.samples(job.micro_batch)
+    precision = cast(Format, job.precision)  # others are refused
     watch = Watch(comm.axis_names())
     count = min(job.micro_batches, 2)
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         norms: AbstractContextManager[object] = NormsAsOnGpus() if job.precision != "fp32" else nullcontext()
-        with compute_in(job.precision, DEVICE), attend_with(None if job.flash else "math"), norms:
+        with compute_in(precision, DEVICE), attend_with(None if job.flash else "math"), norms:
             return training.loss(model, sample)[0].float()
 
     def look(model: nn.Module, _: Axis | None = None) -> Any:
@@ -333,12 +335,12 @@ def _counting(watch: Watch) -> Iterator[None]:
     """Let a watch see all that is made, and what becomes of storages that `fully_shard` frees without letting go."""
     resize = torch.UntypedStorage.resize_
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+    def resized(storage: Any, size: int) -> Any:
         result = resize(storage, size)
         watch.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     try:
         with watch:
             yield

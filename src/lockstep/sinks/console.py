@@ -84,6 +84,8 @@ class Console:
                 self._line("chosen: " + ", ".join(f"{name} = {event[name]}" for name in names))
             case "job":
                 self._line(job_text(event), "dim")
+            case "prediction_error":
+                self._line(_prediction_text(event), "dim")
             case "stop":
                 self.close()
                 style = "bold red" if event["reason"] == "failed" else "bold yellow"
@@ -252,6 +254,16 @@ def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] 
     if end["best_loss"] is not None and end["best_step"] != end["step"]:
         parts.append(f"best {_number(end['best_loss'])} at step {end['best_step']}")
     return done + "\n" + " | ".join(parts)
+
+
+def _prediction_text(event: Event) -> str:
+    """What was predicted and what came; tensors are counted on GPUs only."""
+    memory, time = event["memory_bytes"], event["step_seconds"]
+    parts = [f"{1e3 * time['measured']:.3g} ms ({100 * time['error']:+.0f} %)"]
+    if memory["measured"] is not None:
+        parts.insert(0, f"{_compact(memory['measured'], ' ')}B ({100 * memory['error']:+.0f} %)")
+    foretold = f"predicted {_compact(memory['predicted'], ' ')}B of tensors and {1e3 * time['predicted']:.3g} ms a step"
+    return f"{foretold}, measured {' and '.join(parts)}"
 
 
 def _progress_text(step: Event, total: int | None) -> str:
