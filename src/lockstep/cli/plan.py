@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,11 +175,12 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     )
     if asked.micro_batch is not None:
         return job, []
-    check_job(job)
-    best = next(iter(search(base, request.world_size, asked).fitting), None)
-    if best is None:
-        return job, []
-    return best.job, [f"a micro-batch of {best.job.micro_batch} is the fastest that fits: --micro-batch says another"]
+    for one in search(base, request.world_size, asked).fitting:
+        with suppress(UserError):
+            check_job(one.job)
+            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits: --micro-batch says another"
+            return one.job, [said]
+    return job, []
 
 
 def _search(request: Request, chart: Path | None, as_json: bool, terminal: Terminal) -> int:

@@ -18,7 +18,7 @@ from lockstep.planner.checks import (
     context_fits,
     divisors,
     most_stages,
-    schedule_fits,
+    schedule_takes,
     tables,
     tensor_limit,
     verdict,
@@ -124,8 +124,8 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
             counts = {size: _count(base.global_batch, layout.data_size, size) for size in sizes}
             possible = [
                 size
-                for size, count in counts.items()
-                if layout.pp == 1 or schedule_fits(schedule, layout.pp, stages, count)
+                for size in sizes
+                if layout.pp == 1 or schedule_takes(schedule, stages, layout, base.global_batch, size)
             ]
             # Where recompute does not help, nothing without it fits.
             ways: tuple[Recompute, ...] = (asked.recompute,) if asked.recompute else ("full", "none")
@@ -207,7 +207,7 @@ def _layouts(base: Job, world_size: int, asked: Asked, found: Found, quick: bool
     for tp, cp, pp in teams(base, world_size):
         data = world_size // (tp * cp * pp)
         sizes = sorted({1, data}) if quick else divisors(data)
-        if data > base.global_batch:
+        if data * (asked.micro_batch or 1) > base.global_batch:
             found.refused["fewer samples than data ranks"] += len(sizes)
             found.considered += len(sizes)
             continue
