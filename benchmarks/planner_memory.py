@@ -147,7 +147,8 @@ def measure(cell: Cell, device: str, folder: Path, share_gpu: bool, counter: Pat
 def work(cell: Cell, device: str, out: Path) -> None:
     """One rank of a cell."""
     import torch
-    from gpt2 import GPT2, Shape as GptShape
+    from gpt2 import GPT2
+    from gpt2 import Shape as GptShape
     from torch import nn
 
     import lockstep

@@ -35,6 +35,16 @@ def fits(job: Job, memories: tuple[Memory, ...]) -> bool:
     return max(memory.total * (1 + memory.band) for memory in memories) <= gpu.memory_gb * 1e9 * gpu.usable
 
 
+def states(
+    stack: Stack, parameters: float, zero: int, shards: int, whole_gradients: bool = False
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state of a rank that is responsible for so many parameters."""
+    sharded = zero == 3 or (zero == 2 and stack.gathers_for_zero2)
+    weights = stack.weights * parameters / (shards if sharded else 1)
+    gradients = stack.gradients * parameters / (1 if whole_gradients or zero < 2 else shards)
+    return weights, gradients, stack.optimizer * parameters / (shards if zero else 1)
+
+
 def in_flight(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int, rank: int) -> int:
     """Forwards of stages that a rank holds at most, as the timetables of parallel/timetable.py have it."""
     everything = micro_batches * per_rank
@@ -74,11 +84,8 @@ def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has
     ends, end_weights = model.end_parameters(has_first, has_last, tp)
     block_parameters = block.parameters - block.cut_parameters * (1 - 1 / tp)
     own = blocks * block_parameters + ends
-    sharded = job.zero == 3 or (job.zero == 2 and stack.gathers_for_zero2)
-    parameters = stack.weights * own / (shards if sharded else 1)
     whole_gradients = job.zero < 2 or (stack.accumulates_whole and micro_batches > 1)
-    gradients = stack.gradients * own / (1 if whole_gradients else shards)
-    optimizer = stack.optimizer * own / (shards if job.zero else 1)
+    parameters, gradients, optimizer = states(stack, own, job.zero, shards, whole_gradients)
 
     # What the backward needs, of all micro-batches in flight.
     of_stages = job.stages_per_rank if layout.pp > 1 else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 Cut = Literal["columns", "inner", "whole"]
 """What tensor parallelism does to a product: cut its columns, its inner dim (and sum up), or nothing."""
@@ -156,18 +156,18 @@ class Model:
 
     @cached_property
     def first(self) -> Part | None:
-        """What comes before the blocks."""
-        return self.parts[0] if self.parts[0] is not self.blocks else None
+        """All that comes before the blocks, as one part."""
+        return _together(self.parts[: self.parts.index(self.blocks)])
 
     @cached_property
     def last(self) -> Part | None:
-        """What comes after them."""
-        return self.parts[-1] if self.parts[-1] is not self.blocks else None
+        """All that comes after them."""
+        return _together(self.parts[self.parts.index(self.blocks) + 1 :])
 
     @cached_property
     def logits(self) -> float:
         """Elements that the head makes of one sample."""
-        return float(self.last.widest) if self.last else 0.0
+        return float(self.parts[-1].widest) if self.last else 0.0
 
     @cached_property
     def head_work(self) -> float:
@@ -192,3 +192,28 @@ class Model:
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)
+
+
+def _together(parts: tuple[Part, ...]) -> Part | None:
+    """Parts one after the other, taken for one."""
+    if not parts:
+        return None
+
+    def total(name: str) -> Any:
+        return sum(part.count * getattr(part, name) for part in parts)
+
+    return Part(
+        name=", ".join(part.name for part in parts),
+        count=1,
+        parameters=total("parameters"),
+        cut_parameters=total("cut_parameters"),
+        matmuls=tuple(matmul for part in parts for _ in range(part.count) for matmul in part.matmuls),
+        kept=total("kept"),
+        cut_kept=total("cut_kept"),
+        kept_residual=total("kept_residual"),
+        kept_bytes=total("kept_bytes"),
+        traffic=total("traffic"),
+        cut_traffic=total("cut_traffic"),
+        kernels=total("kernels"),
+        border=parts[-1].border,
+    )

@@ -136,6 +136,8 @@ STACKS = {
             by_work=True,
             base=0.3e9,
         ),
+        # ZeRO's arithmetic: weights and gradients in fp16, 12 bytes of optimizer state (arXiv 1910.02054, Figure 1).
+        Stack("zero-paper", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, band=0.0),
         # fp32 master weights and bf16 weights, moments in fp32, gradients in bf16 (train_gpt2.cu).
         Stack("llm.c", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, base=0.5e9),
     )
