@@ -146,6 +146,16 @@ def test_the_save_cost_of_a_run_is_read_from_its_events(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["savings"][0]["save"] == pytest.approx(12 * 124_439_808 / 2e9 / 4)
 
 
+@pytest.mark.parametrize("layout", [("--layout", "fsdp=8"), ()])
+def test_the_arithmetic_is_explained_beside_that_of_a_course_and_of_zero(tmp_path: Path, layout: tuple[str]) -> None:
+    done = in_this_process(tmp_path, "plan", "gpt2-xl", "--cluster", "A100-80", *layout, "--explain")
+    assert done.returncode == 0, done.stderr
+    assert "what a rank holds at its fullest moment" in done.stdout
+    assert "the course prints 6 + 6 + 18 + 56.43" in done.stdout
+    for size in ("120.0 GB", "31.4 GB", "16.6 GB", "1.9 GB"):
+        assert size in done.stdout
+
+
 def test_a_trace_stands_beside_the_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(job: Job, build: object) -> trace.Traced:
         assert build is None, "a model that is known by its numbers"
@@ -199,7 +209,7 @@ for model in ("llama-3-8b", "config.json", "lm"):
         ("gpt2 --cluster H100 --set shard.levl=zero1", "unknown key 'shard.levl' (from --set): did you mean"),
         ("gpt2 --cluster H100 --set layer=3", "did you mean 'layers'?"),
         ("gpt2 --cluster H100 --layout dp=8 --search", "--search compares all layouts, and --layout names one"),
-        ("gpt2 --cluster H100 --explain", "--explain is about one layout: name it"),
+        ("gpt2 --cluster H100 --trace", "--trace is about one layout: name it"),
         ("gpt2 --cluster H100 --layout pp=4 --trace", "the trace cannot do pp=4"),
         ("gpt2 --cluster H100 --scale 8", "cannot read --scale 8: write it as 1..16384"),
         ("gpt2 --cluster H100 --save-seconds 8", "--save-seconds is about failures at scale: say --scale"),

@@ -96,10 +96,9 @@ def plan_command(
         if chart is not None:
             raise UserError("--chart draws many layouts, and --layout names one", "leave one of them out")
         return _plan_one(request, tokens, explain, trace, as_json, terminal)
-    if explain or trace:
-        option = "--explain" if explain else "--trace"
-        raise UserError(f"{option} is about one layout", f"name it: {option} --layout fsdp=auto")
-    return _search(request, chart, as_json, terminal)
+    if trace:
+        raise UserError("--trace is about one layout", "name it: --trace --layout fsdp=auto")
+    return _search(request, chart, explain, as_json, terminal)
 
 
 def _plan_one(
@@ -139,10 +138,7 @@ def _plan_one(
         else:
             show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
     if explain:
-        from lockstep.planner.explain import explain_text
-
-        terminal.print()
-        terminal.print(explain_text(job), markup=False, soft_wrap=True)
+        _explain(job, terminal)
     if trace:
         result["trace"] = _trace(request, job, terminal)
     if as_json:
@@ -183,7 +179,7 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     return job, []
 
 
-def _search(request: Request, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal) -> int:
     """All layouts, ranked."""
     from lockstep.planner.checks import check_job
     from lockstep.planner.results import candidate_json, plan_json
@@ -214,12 +210,22 @@ def _search(request: Request, chart: Path | None, as_json: bool, terminal: Termi
         remarks += request.base.machine.warnings
         show_remarks(remarks, terminal)
         result["least_gpus"] = _show_least(request, terminal)
+    if explain and found.best_or_least is not None:
+        _explain(found.best_or_least, terminal)
     if chart is not None:
         opt.write_output(chart, draw_front(found, f"{request.base.model.name} on {request.world_size:,} GPUs"))
         terminal.print(f"front drawn in {chart}", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps({**result, "remarks": remarks}, allow_nan=False), flush=True)
     return 0 if found.fitting else 1
+
+
+def _explain(job: Job, terminal: Terminal) -> None:
+    """The arithmetic of a job's memory, and that of a course and of a paper."""
+    from lockstep.planner.explain import course_text, explain_text
+
+    for text in (explain_text(job), course_text()):
+        terminal.print(f"\n{text}", markup=False, soft_wrap=True)
 
 
 def _show_least(request: Request, terminal: Terminal) -> int | None:

@@ -93,6 +93,11 @@ class Found:
         return found
 
     @property
+    def best_or_least(self) -> Job | None:
+        """The fastest, or where nothing fits the one that needs the least memory."""
+        return self.fitting[0].job if self.fitting else self.least[1] if self.least else None
+
+    @property
     def best_of_kinds(self) -> list[Candidate]:
         """The fastest of each kind of layout: its tp, cp and pp, and whether it has replicas, shards or both."""
         best: dict[tuple[object, ...], Candidate] = {}
