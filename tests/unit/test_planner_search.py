@@ -108,6 +108,12 @@ def test_a_model_of_405_billion_on_16384_gpus_takes_about_a_second() -> None:
     assert seconds < 4, "with room for a slow machine"
 
 
+def test_one_micro_batch_in_a_pipeline_keeps_one_rank_busy_however_many_stages_it_has() -> None:
+    job = replace(base("llama-3-8b", "H100", 2, 1), layout=Layout(pp=2), schedule="gpipe")
+    looped = replace(job, schedule="looped-bfs", stages_per_rank=4)
+    assert estimate_time(looped).bubble == pytest.approx(estimate_time(job).bubble, rel=0.05)
+
+
 def test_ways_to_fit_do_fit_and_differ() -> None:
     job = replace(base("llama-3-8b", "H100", 8, 64), layout=Layout(dp=8), micro_batch=2)
     assert verdict(fullest(job), job.machine.gpu) == "does not fit"
