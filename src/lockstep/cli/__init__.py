@@ -15,6 +15,7 @@ from lockstep.cli.fetch import fetch_command
 from lockstep.cli.generate import generate_command
 from lockstep.cli.jobs import jobs_command
 from lockstep.cli.lab import app as lab_app
+from lockstep.cli.plan import plan_command
 from lockstep.cli.run import run_command
 from lockstep.cli.submit import submit_command
 from lockstep.cli.train import train_command
@@ -36,6 +37,7 @@ app.command("submit", context_settings={"allow_interspersed_args": False, "ignor
 )
 app.command("jobs")(jobs_command)
 app.command("verify")(verify_command)
+app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("compare")(compare_command)
 app.command("bench")(bench_command)

@@ -51,14 +51,14 @@ def model_of_function(where: str, function: str, sequence: int | None) -> Model:
     """
     name = f"{where}:{function}"
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made = _built(name, _find(where, function), mode)
+    made = _built(name, find_function(where, function), mode)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"{name} returned a {type(model).__name__}", "return an nn.Module, or that and the inputs of its forward"
         )
     with mode:
-        sample = _guess(name, model, sequence) if inputs is None else _given(name, inputs)
+        sample = guess_inputs(name, model, sequence) if inputs is None else given_inputs(name, inputs)
     found = _followed(name, model, mode, sample, lambda: model(*sample.arguments, **sample.keywords))
     return replace(found, notes=(sample.guess,)) if sample.guess else found
 
@@ -96,7 +96,8 @@ def _of_settings(settings: Any) -> tuple[Callable[[], nn.Module], Callable[..., 
     return lambda: nn.Linear(settings.features, 1), toy.loss, features, torch.zeros(SAMPLES, 1)
 
 
-def _find(where: str, function: str) -> Callable[[], Any]:
+def find_function(where: str, function: str) -> Callable[[], Any]:
+    """The function that builds the model, from a module or a file."""
     name = f"{where}:{function}"
     try:
         module = _load_file(Path(where).expanduser()) if where.endswith(".py") else _load_module(where)
@@ -164,7 +165,7 @@ def _drop_data(model: nn.Module) -> None:
                     table[name] = anew(tensor)  # type: ignore[assignment]
 
 
-def _guess(name: str, model: nn.Module, sequence: int | None) -> Sample:
+def guess_inputs(name: str, model: nn.Module, sequence: int | None) -> Sample:
     """Inputs that suit the first layer."""
     first = next((one for one in model.modules() if isinstance(one, nn.Embedding | nn.Conv2d | nn.Linear)), None)
     if isinstance(first, nn.Embedding):
@@ -185,7 +186,8 @@ def _guess(name: str, model: nn.Module, sequence: int | None) -> Sample:
     raise UserError(f"it is not clear what the model of {name} takes", "return (module, inputs) from the function")
 
 
-def _given(name: str, inputs: Any) -> Sample:
+def given_inputs(name: str, inputs: Any) -> Sample:
+    """Inputs that the function returned beside the model."""
     keywords = inputs if isinstance(inputs, Mapping) else {}
     arguments = () if keywords else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor) and value.dim()]

@@ -87,6 +87,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
 
     crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
+    # With fewer micro-batches than ranks a rank waits for every one of its stages but the last.
+    empty += (1 - 1 / job.stages_per_rank) * max(0, layout.pp - job.micro_batches)
     data, hidden = _data(job, speeds, count, forward.total, backward.total)
     on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero >= 2 else 1)
     updated = on_rank / (layout.fsdp if job.zero == 1 else 1)

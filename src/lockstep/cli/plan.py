@@ -1,0 +1,346 @@
+"""`lockstep plan`: what fits, how fast it is and which layout is best, before any GPU is taken."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from lockstep.planner.job import Job
+    from lockstep.planner.request import Request, Typed
+    from lockstep.planner.scale import Costs
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name (llama-3-8b), a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096.",
+        ),
+    ] = "lm",
+    cluster: Annotated[
+        str | None, typer.Option(help="A GPU (H100, 64xA100-40), a cluster profile, or here: as bench measured it.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many. Default: the layout's, or one node.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of --gpus.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Plan this one, such as fsdp=8,tp=8; one axis may be auto. Default: --search.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Compare all layouts and rank them.")] = False,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples of an optimizer step.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples of one forward.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none or full: the blocks' activations again.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of a pipeline: 1f1b, interleaved-1f1b, zbv, ...")] = None,
+    set_: opt.Set = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Of the whole training, as in 15e12: for GPU-hours and energy.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="The arithmetic, beside that of courses and papers.")
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Cut the real model without data, and count its memory.")
+    ] = False,
+    scale: Annotated[str | None, typer.Option(metavar="1..16384", help="Scaling curves over so many GPUs.")] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node (--scale).")] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option(help="A checkpoint stops the training so long (--scale).")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="A run whose checkpoints were timed (--scale).")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the front, or the curves.")] = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Predict memory, step time and cost of a training, and find the best layout for a cluster.
+
+    Exit code 1: it does not fit, or is too close to say.
+    """
+    from rich.console import Console as Terminal
+
+    from lockstep.planner.request import Typed, check_choice, read_request
+
+    terminal = Terminal(stderr=as_json, highlight=False)
+    opt.check_output("--chart", chart, ".svg")
+    check_choice("--recompute", recompute, ("none", "full"))
+    if tokens is not None and tokens <= 0:
+        raise UserError(f"--tokens {tokens:g} is no training", "say how many, as in --tokens 1e12")
+    values = opt.given(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        precision=precision,
+        recompute=None if recompute is None else recompute == "full",
+        pipeline=None if schedule is None else {"schedule": schedule},
+    )
+    typed = Typed(model, cluster, gpus, nodes, layout, search, seq, set_ or [], values)
+    if scale is not None:
+        costs = _costs(mtbf_hours, save_seconds, run, typed)
+        return _scale(typed, scale, costs, chart, as_json, terminal)
+    for option, value in (("--mtbf-hours", mtbf_hours), ("--save-seconds", save_seconds), ("--run", run)):
+        if value is not None:
+            raise UserError(f"{option} is about failures at scale", "say --scale 1..1024 as well")
+    request = read_request(typed)
+    if request.layout is not None:
+        if chart is not None:
+            raise UserError("--chart draws many layouts, and --layout names one", "leave one of them out")
+        return _plan_one(request, tokens, explain, trace, as_json, terminal)
+    if trace:
+        raise UserError("--trace is about one layout", "name it: --trace --layout fsdp=auto")
+    return _search(request, chart, explain, as_json, terminal)
+
+
+def _plan_one(
+    request: Request, tokens: float | None, explain: bool, trace: bool, as_json: bool, terminal: Terminal
+) -> int:
+    """One layout, term by term."""
+    from lockstep.planner.checks import check_job, verdict
+    from lockstep.planner.fitting import ways_to_fit
+    from lockstep.planner.memory import estimate_memory
+    from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
+    from lockstep.planner.show import show_command, show_one, show_remarks, show_ways
+    from lockstep.planner.step_time import estimate_time
+
+    job, chosen = _settled(request)
+    if trace:
+        _refuse_trace(request, job)
+    remarks = [*check_job(job), *request.remarks, *chosen]
+    memories, time = estimate_memory(job), estimate_time(job)
+    fullest = max(memories, key=lambda memory: memory.total)
+    says = verdict(fullest, job.machine.gpu)
+    show_one(job, memories, time, tokens, terminal)
+    show_remarks(remarks, terminal)
+    result: dict[str, Any] = {
+        **job_json(job),
+        "memory": memory_json(job, memories),
+        "time": time_json(job, time, tokens),
+        "remarks": remarks,
+    }
+    if says == "fits":
+        show_command(job, request.named, terminal)
+    else:
+        ways = ways_to_fit(job)
+        show_ways(job, ways, time, terminal)
+        result["ways"] = [{"change": way.text, **candidate_json(way.candidate)} for way in ways]
+        if not ways:
+            result["least_gpus"] = _show_least(request, terminal)
+        else:
+            show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
+    if explain:
+        _explain(job, terminal)
+    if trace:
+        result["trace"] = _trace(request, job, terminal)
+    if as_json:
+        print(json.dumps(result, allow_nan=False), flush=True)
+    return 0 if says == "fits" else 1
+
+
+def _settled(request: Request) -> tuple[Job, list[str]]:
+    """The job of a layout. Where nobody said a micro-batch it is the one that is fastest of those that fit."""
+    from dataclasses import replace
+
+    from lockstep.planner.checks import check_job
+    from lockstep.planner.search import search
+
+    asked, base = request.asked, request.base
+    assert request.layout is not None
+    assert asked.recompute
+    assert asked.zero
+    assert asked.schedule
+    assert asked.stages_per_rank
+    job = replace(
+        base,
+        layout=request.layout,
+        micro_batch=asked.micro_batch or 1,
+        recompute=asked.recompute,
+        zero=asked.zero,
+        schedule=asked.schedule,
+        stages_per_rank=asked.stages_per_rank,
+        sequence_parallel=base.sequence_parallel and request.layout.pp == 1,
+    )
+    if asked.micro_batch is not None:
+        return job, []
+    for one in search(base, request.world_size, asked).fitting:
+        with suppress(UserError):
+            check_job(one.job)
+            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits: --micro-batch says another"
+            return one.job, [said]
+    return job, []
+
+
+def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal) -> int:
+    """All layouts, ranked."""
+    from lockstep.planner.checks import check_job
+    from lockstep.planner.results import candidate_json, plan_json
+    from lockstep.planner.search import search
+    from lockstep.planner.show import counted, draw_front, show_command, show_found, show_front, show_remarks, title
+
+    found = search(request.base, request.world_size, request.asked)
+    terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
+    remarks = list(request.remarks)
+    result: dict[str, Any] = {
+        **plan_json(request.base, request.world_size),
+        "considered": found.considered,
+        "fitting": len(found.fitting),
+        "refused": found.refused,
+    }
+    if found.fitting:
+        best = found.fitting[0].job
+        remarks += check_job(best)
+        show_found(found, terminal)
+        show_front(found, terminal)
+        show_remarks(remarks, terminal)
+        show_command(best, request.named, terminal)
+        result["ranked"] = [candidate_json(one) for one in found.best_of_layouts[:50]]
+        result["front"] = [candidate_json(one) for one in found.front]
+    else:
+        terminal.print("\nnothing fits", style="bold red")
+        terminal.print(counted(found), markup=False, soft_wrap=True)
+        remarks += request.base.machine.warnings
+        show_remarks(remarks, terminal)
+        result["least_gpus"] = _show_least(request, terminal)
+    if explain and found.best_or_least is not None:
+        _explain(found.best_or_least, terminal)
+    if chart is not None:
+        opt.write_output(chart, draw_front(found, f"{request.base.model.name} on {request.world_size:,} GPUs"))
+        terminal.print(f"front drawn in {chart}", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({**result, "remarks": remarks}, allow_nan=False), flush=True)
+    return 0 if found.fitting else 1
+
+
+def _explain(job: Job, terminal: Terminal) -> None:
+    """The arithmetic of a job's memory, and that of a course and of a paper."""
+    from lockstep.planner.explain import course_text, explain_text
+
+    for text in (explain_text(job), course_text()):
+        terminal.print(f"\n{text}", markup=False, soft_wrap=True)
+
+
+def _show_least(request: Request, terminal: Terminal) -> int | None:
+    """How many GPUs would do, where these do not."""
+    from dataclasses import replace
+
+    from lockstep.planner.fitting import least_gpus
+
+    machine = request.base.machine
+    found = least_gpus(request.base, replace(request.asked, layout=None))
+    if found is None:
+        terminal.print(
+            f"no number of {machine.gpu.name} holds it: a larger --global-batch or a shorter --seq may help",
+            markup=False,
+            soft_wrap=True,
+        )
+        return None
+    gpus, job = found
+    how = f"--gpus {gpus} --layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}"
+    terminal.print(
+        f"the smallest number of {machine.gpu.name} on which it fits is {gpus:,}: {how}", markup=False, soft_wrap=True
+    )
+    fewer = least_gpus(request.base, replace(request.asked, layout=None), at_once=True)
+    if fewer is not None and fewer[0] < gpus:
+        few, one = fewer
+        how = f"--gpus {few} --layout {one.layout} --global-batch {one.global_batch} --recompute {one.recompute}"
+        terminal.print(
+            f"with one micro-batch a step, whose gradients are sharded as they come, {few:,} would do: {how}",
+            markup=False,
+            soft_wrap=True,
+        )
+    return gpus
+
+
+def _refuse_trace(request: Request, job: Job) -> None:
+    """Say what cannot be traced before anything is shown."""
+    from lockstep.planner.trace import refuse_untraceable
+    from lockstep.planner.tracing import training_of
+
+    refuse_untraceable(job, training_of(request.typed.model, request.told, request.typed.sequence) is not None)
+
+
+def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
+    """The formulas beside what the real model, cut for real, would hold."""
+    from dataclasses import asdict
+
+    from lockstep.amounts import bytes_text
+    from lockstep.planner.memory import estimate_memory
+    from lockstep.planner.trace import cross_check, cross_check_text, trace_memory
+    from lockstep.planner.tracing import training_of
+
+    build = training_of(request.typed.model, request.told, request.typed.sequence)
+    with terminal.status("cutting the model and running a step without data"):
+        traced = trace_memory(job, build)
+    terminal.print("\nformulas beside the real model, cut for real and run without data", style="bold")
+    terminal.print(cross_check_text(cross_check(traced, estimate_memory(job))), markup=False, soft_wrap=True)
+    terminal.print(
+        f"fullest in the {traced.moment} of rank {traced.rank}; found in {traced.seconds:.1f} s, in a process of "
+        f"{bytes_text(traced.process_bytes)}",
+        style="dim",
+        markup=False,
+        soft_wrap=True,
+    )
+    return {**asdict(traced), "total": traced.total}
+
+
+def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, typed: Typed) -> Costs:
+    """What is known of failures and saving."""
+    from dataclasses import replace
+
+    from lockstep.events import read_events
+    from lockstep.planner.machines import find_machine
+    from lockstep.planner.scale import Costs, measured_costs
+
+    costs = Costs()
+    if run is not None:
+        log = run / "events.jsonl"
+        if not log.is_file():
+            raise UserError(f"{run} is not a run folder: it has no events.jsonl", "name one, as in --run runs/lm")
+        costs = measured_costs(read_events(log), costs, str(run))
+    if save_seconds is not None:
+        if save_seconds <= 0:
+            raise UserError(f"--save-seconds {save_seconds:g} is no time", "give seconds above 0")
+        costs = replace(costs, save_seconds=save_seconds)
+    if mtbf_hours is not None:
+        if mtbf_hours <= 0:
+            raise UserError(f"--mtbf-hours {mtbf_hours:g} is no time", "give hours above 0, of one node")
+        assert typed.cluster is not None
+        costs = replace(costs, gpu_hours_between_failures=mtbf_hours * find_machine(typed.cluster).gpus_per_node)
+    return costs
+
+
+def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+    """Both scaling curves."""
+    from lockstep.planner.request import read_request
+    from lockstep.planner.results import plan_json, scaling_json
+    from lockstep.planner.scale import parse_sizes
+    from lockstep.planner.scale import scale as scaled
+    from lockstep.planner.scale_show import draw_scaling, show_scaling
+    from lockstep.planner.show import show_remarks, title
+
+    for option, value in (("--layout", typed.layout), ("--gpus", typed.gpus), ("--nodes", typed.nodes)):
+        if value is not None:
+            raise UserError(f"--scale goes over many sizes, and {option} names one", "leave one of them out")
+    counts = parse_sizes(sizes)
+    request = read_request(typed, largest=counts[-1])
+    with terminal.status("searching"):
+        scaling = scaled(request.base, counts, request.asked, costs)
+    terminal.print(title(request.base, counts[-1]), markup=False, soft_wrap=True)
+    show_scaling(scaling, costs, terminal)
+    show_remarks([*request.remarks, *request.base.machine.warnings], terminal)
+    if chart is not None:
+        opt.write_output(chart, draw_scaling(scaling, f"{request.base.model.name} on {request.base.machine.gpu.name}"))
+        terminal.print(f"curves drawn in {chart}", markup=False, soft_wrap=True)
+    if as_json:
+        plan = plan_json(request.base, counts[-1])
+        print(json.dumps({**plan, **scaling_json(scaling)}, allow_nan=False), flush=True)
+    return 0 if any(point.best for point in scaling.strong) else 1
