@@ -36,6 +36,8 @@ PRIOR = 0.3
 """How strongly a constant stays where it begins, relative to one row that is off by as much."""
 ROBUST = 0.1
 """Rows that are farther off than this count less: some published runs were sick (benchmarks/published/README.md)."""
+CONTEXT = 1.5 * 2**30
+"""What nvidia-smi shows beside torch's memory (benchmarks/published/README.md)."""
 FEWEST = 3
 """Layouts of a cell, at least, for a best one to mean something."""
 
@@ -109,9 +111,9 @@ def by(cases: Iterable[Case], key: Callable[[Case], str]) -> dict[str, list[Case
 
 
 def stack(case: Case) -> str:
-    """Whose software."""
+    """Whose software; versions that differ in what they keep are equally fast."""
     assert case.job is not None
-    return case.job.stack
+    return case.job.stack.removesuffix("-2025")
 
 
 def held_out(timed: Sequence[Case]) -> dict[str, float]:
@@ -127,10 +129,18 @@ def held_out(timed: Sequence[Case]) -> dict[str, float]:
 
 
 def memory_ratio(case: Case) -> float:
-    """Predicted by measured bytes of the fullest rank."""
+    """Predicted by measured bytes, of what the source calls memory."""
     assert case.job is not None
     assert case.memory_gib is not None
-    return max(memory.total for memory in estimate_memory(case.job)) / (case.memory_gib * 2**30)
+    memories = estimate_memory(case.job)
+    measured = case.memory_gib * 2**30
+    if "nvidia-smi" in case.memory_metric:
+        return (max(memory.total for memory in memories) + CONTEXT) / measured
+    if "analytic" in case.memory_metric or "read off" in case.memory_metric:
+        return max(memory.allocated for memory in memories) / measured
+    if case.family.startswith("nanotron"):  # its table is written by the first rank
+        return memories[0].total / measured
+    return max(memory.total for memory in memories) / measured
 
 
 def said_to_fit(case: Case) -> bool:

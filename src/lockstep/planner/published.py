@@ -277,7 +277,8 @@ def _async_tensor(row: Row, stack: str) -> bool:
 
 def _stack(row: Row) -> str:
     source = f"{row.get('source', '')} {row.get('family', '')} {row['id']}".lower()
-    return next((stack for word, stack in STACKS if word in source), "megatron")
+    stack = next((stack for word, stack in STACKS if word in source), "megatron")
+    return f"{stack}-2025" if stack == "torchtitan" and "2025" in source else stack
 
 
 def _machine(row: Row, world: int) -> Machine:

@@ -1,4 +1,7 @@
-"""How fast software runs on a GPU: a few numbers for each stack, fitted to published runs (benchmarks/planner.py)."""
+"""How fast software runs on a GPU: a few numbers for each stack, fitted to published runs (benchmarks/planner.py).
+
+What a stack keeps in memory, and in which order it works, is in stacks.py.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +34,18 @@ class Speeds:
     """Replicas sum gradients up while the backward goes on."""
     regathers: bool = False
     """With sharded optimizer state, gradients are summed on every rank and weights gathered, instead of scattered."""
-    scatters_once: bool = False
-    """Shards of gradients are made in the last backward of a step, not in every one."""
-    balanced: bool = False
-    """The last pipeline stage has fewer blocks, because of the head."""
-    selective_half: bool = False
-    """Selective recompute does half of a block's forward again (torchtitan), not the attention alone (Megatron)."""
 
 
+_TORCHTITAN = Speeds(0.86, 1.05, 0.65, 0.15)
 SPEEDS = {
-    "lockstep": Speeds(1.05, 2.1, 2.7, 0.4, launch=4.5e-5, once=3.5e-3, scatters_once=True, balanced=True),
+    "lockstep": Speeds(1.05, 2.1, 2.7, 0.4, launch=4.5e-5, once=3.5e-3),
     "composer": Speeds(0.9, 1.5, 0.95, 0.4),
-    "torchtitan": Speeds(0.86, 1.05, 0.65, 0.15, selective_half=True),
-    "nanotron": Speeds(0.9, 2.5, 1.15, 0.4, step_bytes=80.0, balanced=True),
-    "megatron": Speeds(0.99, 0.97, 1.0, 0.15, overlaps=False),
+    "torchtitan": _TORCHTITAN,
+    "torchtitan-2025": _TORCHTITAN,
+    "nanotron": Speeds(0.9, 2.5, 1.15, 0.4, step_bytes=80.0),
+    "megatron": Speeds(0.97, 0.95, 1.0, 0.15, gradient_bytes=2, overlaps=False),
     "deepspeed-megatron": Speeds(0.82, 0.45, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
-    "megatron-core": Speeds(0.95, 0.63, 1.5, 0.19, balanced=True),
+    "megatron-core": Speeds(0.95, 0.63, 1.5, 0.19),
     "llm.c": Speeds(1.05, 0.8, 1.05, 0.15, launch=5e-6, gradient_bytes=2),
 }
 

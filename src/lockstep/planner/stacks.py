@@ -65,7 +65,7 @@ class Stack:
     base: float = 0.0
     """Workspaces of libraries."""
     band: float = 0.1
-    """The share by which an estimate may be wrong, from the measured errors (docs/planner.md)."""
+    """The share by which an estimate may be wrong, from the measured errors (docs/plan.md)."""
 
 
 STACKS = {
@@ -92,7 +92,16 @@ STACKS = {
         ),
         # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
         Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
-        Stack("megatron-core", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
+        Stack(
+            "megatron-core",
+            weights=2.0,
+            gradients=4.0,
+            optimizer=12.0,
+            gathered=2.0,
+            summed=4.0,
+            by_work=True,
+            fragments=0.05,
+        ),
         # DeepSpeed's ZeRO-1 has gradients in 16 bits and, of its own part, weights, moments and gradients in fp32; its
         # optimizer for bf16 accumulates all gradients in fp32. Buckets of 5e8 elements, communicators: nvidia-smi's.
         Stack(
@@ -119,6 +128,23 @@ STACKS = {
             selective="products",
             shards_over_context=True,
             # loss_parallel goes back through x, its one-hot, exp(x) and their sum, all in fp32.
+            cut_logits=16.0,
+            fragments=0.15,
+            base=0.5e9,
+            band=0.15,
+        ),
+        # Since then its loss is compiled: logits and their gradient, both in 16 bits, are all that is written down.
+        Stack(
+            "torchtitan-2025",
+            weights=4.0,
+            gradients=4.0,
+            optimizer=8.0,
+            gathered=2.0,
+            summed=4.0,
+            gradients_stay=False,
+            selective="products",
+            shards_over_context=True,
+            logits=4.0,
             cut_logits=16.0,
             fragments=0.15,
             base=0.5e9,

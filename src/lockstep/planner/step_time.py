@@ -16,6 +16,7 @@ from lockstep.planner.hardware import Gpu
 from lockstep.planner.job import Job
 from lockstep.planner.model import Attention, Matmul, Part
 from lockstep.planner.speeds import Speeds, speeds_of
+from lockstep.planner.stacks import Stack, find_stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
 """What one multiprocessor computes at a time: rows, columns, and the share of the best speed it reaches."""
@@ -72,16 +73,17 @@ class Work:
 
 def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     """The step that this job would take; `speeds` are by default those of its stack."""
+    stack = find_stack(job.stack)
     speeds = speeds or speeds_of(job.stack)
     layout, model, block = job.layout, job.model, job.model.blocks
     forward, backward = part_work(job, block, speeds)
-    backward += _again(job, forward, speeds)
+    backward += _again(job, forward, stack)
     tensor, context = _tensor(job), _context(job, forward, backward, speeds)
     one = forward.total + backward.total + tensor + context
 
     ends = {part.name: _both(part_work(job, part, speeds)) for part in model.parts if part is not block}
     tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), Work())
-    count, besides = _slowest_stage(block.count, layout.pp, one, tail, balanced=speeds.balanced)
+    count, besides = _slowest_stage(block.count, layout.pp, one, tail, balanced=stack.by_work)
     stage = (forward + backward) * count + besides
     average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
 
@@ -89,7 +91,7 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
     # With fewer micro-batches than ranks a rank waits for every one of its stages but the last.
     empty += (1 - 1 / job.stages_per_rank) * max(0, layout.pp - job.micro_batches)
-    data, hidden = _data(job, speeds, count, forward.total, backward.total)
+    data, hidden = _data(job, stack, speeds, count, forward.total, backward.total)
     on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero >= 2 else 1)
     updated = on_rank / (layout.fsdp if job.zero == 1 else 1)
     times = job.micro_batches
@@ -198,13 +200,13 @@ def _both(work: tuple[Work, Work]) -> Work:
     return work[0] + work[1]
 
 
-def _again(job: Job, forward: Work, speeds: Speeds) -> Work:
+def _again(job: Job, forward: Work, stack: Stack) -> Work:
     """What the backward does a second time."""
     if job.recompute == "none":
         return Work()
     if job.recompute == "full":
         return forward
-    return forward * 0.5 if speeds.selective_half else Work(attention=forward.attention)
+    return forward * 0.5 if stack.selective == "products" else Work(attention=forward.attention)
 
 
 def _slowest_stage(blocks: int, stages: int, one: float, tail: Work, *, balanced: bool) -> tuple[int, Work]:
@@ -285,7 +287,7 @@ def _context(job: Job, forward: Work, backward: Work, speeds: Speeds) -> float:
     return exposed + hidden_behind(backward.attention, 2 * around, speeds.contention)
 
 
-def _data(job: Job, speeds: Speeds, blocks: int, forward: float, backward: float) -> tuple[float, float]:
+def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, backward: float) -> tuple[float, float]:
     """Seconds of a step for weights and gradients over fsdp and dp: those that show, and those behind compute."""
     layout, model = job.layout, job.model
     shards = layout.fsdp if job.zero >= 2 else 1
@@ -301,7 +303,7 @@ def _data(job: Job, speeds: Speeds, blocks: int, forward: float, backward: float
         ahead = hidden_behind(forward, gather, speeds.contention)
         back = hidden_behind(backward, again, speeds.contention)
         last = hidden_behind(backward, again + scatter, speeds.contention)
-        scatters = 1 if speeds.scatters_once else job.micro_batches
+        scatters = 1 if stack.accumulates_whole else job.micro_batches
         quiet = job.micro_batches - scatters
         shown += job.micro_batches * (blocks * ahead + gather) + blocks * (scatters * last + quiet * back)
         all_seconds += blocks * (job.micro_batches * (gather + again) + scatters * scatter)
