@@ -298,15 +298,15 @@ def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, b
         unit = parameters / max(1, blocks)
         gather = collective_seconds(job, "all-gather", unit * (4 if job.precision == "fp32" else 2), shards, stride)
         scatter = collective_seconds(job, "reduce-scatter", unit * speeds.gradient_bytes, shards, stride)
-        # Weights that stay after the forward (zero2) are not gathered for the backward.
-        again = gather if job.zero == 3 else 0.0
+        # With zero2 weights stay from the first forward of a step to its last backward.
+        gathers, again = (job.micro_batches, gather) if job.zero == 3 else (1, 0.0)
+        scatters = 1 if stack.accumulates_whole else job.micro_batches
         ahead = hidden_behind(forward, gather, speeds.contention)
         back = hidden_behind(backward, again, speeds.contention)
         last = hidden_behind(backward, again + scatter, speeds.contention)
-        scatters = 1 if stack.accumulates_whole else job.micro_batches
         quiet = job.micro_batches - scatters
-        shown += job.micro_batches * (blocks * ahead + gather) + blocks * (scatters * last + quiet * back)
-        all_seconds += blocks * (job.micro_batches * (gather + again) + scatters * scatter)
+        shown += gathers * (blocks * ahead + gather) + blocks * (scatters * last + quiet * back)
+        all_seconds += blocks * (gathers * gather + job.micro_batches * again + scatters * scatter)
     replicas = layout.dp * layout.fsdp // shards
     if replicas > 1:
         size = parameters / shards * speeds.gradient_bytes
