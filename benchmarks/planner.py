@@ -207,14 +207,15 @@ def scatter(points: dict[str, list[tuple[float, float]]]) -> str:
         ends = f"M{x_at(start):.1f} {y_at(start * factor):.1f}L{x_at(end):.1f} {y_at(end * factor):.1f}"
         body.append(f'<path d="{ends}" class="ideal" stroke-dasharray="{dash}"/>')
     for index, (family, pairs) in enumerate(sorted(points.items())):
-        marker = charts.MARKERS[index % len(charts.MARKERS)]
+        again, colour = divmod(index, len(charts.LIGHT))
+        marker = charts.MARKERS[(index + again) % len(charts.MARKERS)]
         marks = "".join(
             f'<path transform="translate({x_at(measured):.1f} {y_at(predicted):.1f}) scale(0.75)" d="{marker}"/>'
             for measured, predicted in pairs
         )
-        body.append(f'<g class="s{index}" opacity="0.75">{marks}</g>')
+        body.append(f'<g class="s{colour}" opacity="0.75">{marks}</g>')
         body.append(
-            f'<path class="s{index}" transform="translate({right + 22} {top + 14 + 22 * index})" d="{marker}"/>'
+            f'<path class="s{colour}" transform="translate({right + 22} {top + 14 + 22 * index})" d="{marker}"/>'
         )
         body.append(svg.text(right + 34, top + 18 + 22 * index, f"{family} ({len(pairs)})", 12))
     body.append(svg.text((left + right) / 2, height - 14, "measured, s", 13, "quiet mid"))
@@ -261,6 +262,7 @@ def results(cases: Sequence[Case]) -> dict[str, Any]:
                 "measured_s": case.seconds,
                 "predicted_s": estimate_time(case.job).total if case.job else None,
                 "held_out_s": apart[case.id] * (case.seconds or 0.0),
+                "said_to_fit": said_to_fit(case),
             }
             for case in timed
         ],
