@@ -17,6 +17,7 @@ from lockstep.planner.job import Job
 from lockstep.planner.model import Shape
 from lockstep.planner.published import Case, read_cases
 from lockstep.planner.speeds import SPEEDS, Speeds, speeds_of
+from lockstep.planner.stacks import find_stack
 from lockstep.planner.step_time import (
     DEPTH,
     Work,
@@ -133,10 +134,33 @@ def test_congestion_takes_bandwidth_with_the_number_of_nodes():
 
 
 def test_stages_of_one_node_talk_inside_it():
-    inside = neighbour_seconds(job("pp=4,tp=2"))
+    inside = neighbour_seconds(job("pp=4,tp=2"), find_stack("megatron"))
     assert inside == pytest.approx(1e-6 + 2048 * 2048 * 2 / 2 * 1e-11)
-    across = neighbour_seconds(job("pp=8,tp=8"))
+    across = neighbour_seconds(job("pp=8,tp=8"), find_stack("megatron"))
     assert across == pytest.approx(1e-5 + 2048 * 2048 * 2 / 8 * 1e-10 * 8), "eight ranks send over one node's cards"
+
+
+def test_lockstep_hands_all_values_on_where_megatron_hands_parts():
+    parts, whole = (neighbour_seconds(job("pp=4,tp=2"), find_stack(name)) for name in ("megatron", "lockstep"))
+    assert whole - 1e-6 == pytest.approx(4 * (parts - 1e-6)), "twice as many values, of 4 bytes instead of 2"
+
+
+def test_gradients_are_summed_over_the_ranks_of_a_sequence_too():
+    assert estimate_time(job("cp=8")).data > 0
+    assert (
+        estimate_time(job("fsdp=4,cp=2", stack="lockstep")).data > estimate_time(job("fsdp=4", stack="lockstep")).data
+    )
+
+
+def test_weights_are_gathered_as_wide_as_the_software_does():
+    ours, theirs = (estimate_time(job("fsdp=8", stack=name, micro_batch=8)) for name in ("lockstep", "torchtitan"))
+    assert sum((ours.data, *ours.hidden.values())) > sum((theirs.data, *theirs.hidden.values()))
+
+
+def test_zero1_gathers_the_updated_weights_in_the_open():
+    replicas, sharded = (estimate_time(job(layout, zero=1, stack="lockstep")).data for layout in ("dp=8", "fsdp=8"))
+    gathered = collective_seconds(job("fsdp=8"), "all-gather", 4.0 * GPT.parameters, 8, 1)
+    assert sharded - replicas == pytest.approx(gathered)
 
 
 def test_what_is_hidden_costs_its_share_and_what_is_not_all():

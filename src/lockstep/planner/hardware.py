@@ -29,6 +29,8 @@ class Gpu:
     source: str
     flash: float = 0.5
     """The share of the speed of products that the forward of a flash attention kernel reaches with long heads."""
+    best_flash: float | None = None
+    """The same of the fastest kernel there is, where that is not the one of version 2."""
     usable: float = 1.0
     """The share of its memory that a process can have (driver and context are off)."""
 

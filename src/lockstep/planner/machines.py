@@ -67,6 +67,7 @@ def find_gpu(name: str) -> Gpu:
         tflops={kind: float(peak) for kind, peak in found["tflops"].items()},
         matmul=found.get("matmul", tables["matmul"]),
         flash=found.get("flash", tables["flash"]),
+        best_flash=found.get("best_flash"),
         memory_gb=float(found["memory_gb"]),
         memory_gb_s=float(found["memory_gb_s"]),
         multiprocessors=found["multiprocessors"],

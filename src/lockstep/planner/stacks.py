@@ -60,6 +60,10 @@ class Stack:
     """Pipeline stages are cut by their work, so that the one with the head has fewer blocks; else all have as many."""
     shards_over_context: bool = False
     """The cp axis shards states too."""
+    ring_attention: bool = True
+    """With cp: keys and values go round behind the attention, instead of coming together before it."""
+    parts_cross: bool = True
+    """With pp and tp: every rank hands its part of the values on, instead of all of them."""
     fragments: float = 0.0
     """What the allocator holds and nobody uses, as a share of everything but the states."""
     base: float = 0.0
@@ -86,6 +90,8 @@ STACKS = {
             gradients_stay=False,
             cut_logits=16.0,
             by_work=True,
+            ring_attention=False,
+            parts_cross=False,
             fragments=0.05,
             base=0.1e9,
             band=0.08,

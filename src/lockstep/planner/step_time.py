@@ -24,7 +24,7 @@ DEPTH = 400.0
 """Length of the inner dim at which a product reaches half its speed: a tile has to be filled and drained."""
 FP32_DEPTH = 50.0
 """The same without tensor cores, beside whose speed filling a tile hardly shows."""
-FP32_SHARE = 0.8
+FP32_SHARE = 0.93
 """Of the peak, that products without tensor cores keep up: they do not draw the power that limits the others."""
 UNALIGNED = ((8, 0.5), (64, 0.75))
 """A product whose inner dim or columns are no multiple of so many elements reaches so much of its speed."""
@@ -78,7 +78,7 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     layout, model, block = job.layout, job.model, job.model.blocks
     forward, backward = part_work(job, block, speeds)
     backward += _again(job, forward, stack)
-    tensor, context = _tensor(job), _context(job, forward, backward, speeds)
+    tensor, context = _tensor(job), _context(job, forward, backward, stack, speeds)
     one = forward.total + backward.total + tensor + context
 
     ends = {part.name: _both(part_work(job, part, speeds)) for part in model.parts if part is not block}
@@ -87,7 +87,7 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     stage = (forward + backward) * count + besides
     average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
 
-    crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
+    crossing = 2 * job.stages_per_rank * neighbour_seconds(job, stack) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
     # With fewer micro-batches than ranks a rank waits for every one of its stages but the last.
     empty += (1 - 1 / job.stages_per_rank) * max(0, layout.pp - job.micro_batches)
@@ -187,7 +187,8 @@ def _attention(job: Job, attention: Attention, speeds: Speeds, speed: float, wid
         # Short heads leave tensor cores waiting for the exponents, few blocks of queries leave some without work.
         blocks = heads * rows / 128
         share = dim / (dim + 32) * blocks / (blocks + gpu.multiprocessors)
-        forward = flops / (speed / speeds.matmul * gpu.flash * speeds.attention * share)
+        kernel = (gpu.best_flash or gpu.flash) if speeds.best_flash else gpu.flash
+        forward = flops / (speed / speeds.matmul * kernel * speeds.attention * share)
         return forward, 2.5 * forward / BACKWARD_SPEED
     scores = product_seconds(rows, dim, tokens, gpu, speed, batch=heads, width=width)
     mixed = product_seconds(rows, tokens, dim, gpu, speed, batch=heads, width=width)
@@ -251,11 +252,11 @@ def collective_seconds(job: Job, kind: Kind, size: float, ranks: int, stride: in
     return (volume / bandwidth + messages) * (2 if kind == "all-reduce" else 1)
 
 
-def neighbour_seconds(job: Job) -> float:
+def neighbour_seconds(job: Job, stack: Stack) -> float:
     """What a pipeline stage hands to the next, from all GPUs of a node at once."""
     machine, layout = job.machine, job.layout
-    width = 4 if job.precision == "fp32" else 2
-    size = job.model.blocks.border * job.micro_batch / layout.cp * width / layout.tp
+    size = job.model.blocks.border * job.micro_batch / layout.cp * (4 if job.precision == "fp32" else stack.residual)
+    size /= layout.tp if stack.parts_cross else 1
     stride = layout.world_size // layout.pp
     if stride * 2 <= machine.gpus_per_node or machine.nodes == 1:
         return machine.inside.seconds(size)
@@ -275,46 +276,52 @@ def _tensor(job: Job) -> float:
     return sums * (ASYNC_TENSOR if job.async_tensor else 1.0)
 
 
-def _context(job: Job, forward: Work, backward: Work, speeds: Speeds) -> float:
-    """Keys and values go round the ranks of a sequence, behind the attention; their gradients go back."""
+def _context(job: Job, forward: Work, backward: Work, stack: Stack, speeds: Speeds) -> float:
+    """Keys and values of a whole sequence come together on each of its ranks, and their gradients go back."""
     attention, cp = job.model.blocks.attention, job.layout.cp
     if cp == 1 or attention is None:
         return 0.0
     width = 4 if job.precision == "fp32" else 2
     both = 2 * attention.kv_heads * attention.head_dim * attention.tokens * job.micro_batch * width / job.layout.tp
     around = collective_seconds(job, "all-gather", both, cp, job.layout.tp)
+    if not stack.ring_attention:
+        return 3 * around
     exposed = hidden_behind(forward.attention, around, speeds.contention)
     return exposed + hidden_behind(backward.attention, 2 * around, speeds.contention)
 
 
 def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds of a step for weights and gradients over fsdp and dp: those that show, and those behind compute."""
+    """Seconds of a step for weights and gradients: those that show, and those that run behind compute."""
     layout, model = job.layout, job.model
-    shards = layout.fsdp if job.zero >= 2 else 1
-    stride = layout.tp * layout.cp
+    wide = layout.cp if stack.shards_over_context else 1
+    shards = layout.fsdp * wide if job.zero >= 2 else 1
+    replicas = layout.data_size * layout.cp // shards
+    stride = layout.tp * (1 if wide > 1 else layout.cp if shards > 1 else 1)
     parameters = model.parameters / layout.pp / layout.tp
-    all_seconds = shown = 0.0
+    sums = collective_seconds(job, "all-reduce", parameters / shards * speeds.gradient_bytes, replicas, stride * shards)
+    gather = scatter = again = 0.0
     if shards > 1:
         unit = parameters / max(1, blocks)
-        gather = collective_seconds(job, "all-gather", unit * (4 if job.precision == "fp32" else 2), shards, stride)
+        weight = 4.0 if job.precision == "fp32" else stack.gathered
+        gather = collective_seconds(job, "all-gather", unit * weight, shards, stride)
         scatter = collective_seconds(job, "reduce-scatter", unit * speeds.gradient_bytes, shards, stride)
         # With zero2 weights stay from the first forward of a step to its last backward.
-        gathers, again = (job.micro_batches, gather) if job.zero == 3 else (1, 0.0)
-        scatters = 1 if stack.accumulates_whole else job.micro_batches
-        ahead = hidden_behind(forward, gather, speeds.contention)
-        back = hidden_behind(backward, again, speeds.contention)
-        last = hidden_behind(backward, again + scatter, speeds.contention)
-        quiet = job.micro_batches - scatters
-        shown += gathers * (blocks * ahead + gather) + blocks * (scatters * last + quiet * back)
-        all_seconds += blocks * (gathers * gather + job.micro_batches * again + scatters * scatter)
-    replicas = layout.dp * layout.fsdp // shards
-    if replicas > 1:
-        size = parameters / shards * speeds.gradient_bytes
-        sums = collective_seconds(job, "all-reduce", size, replicas, stride * shards)
-        if job.zero == 1 and speeds.regathers:
-            sums += collective_seconds(job, "all-gather", size, replicas, stride * shards)
-        # A pipeline sums after its last micro-batch, when there is nothing left to hide behind.
-        behind = blocks * backward if layout.pp == 1 and speeds.overlaps else 0.0
-        shown += hidden_behind(behind, sums, speeds.contention)
-        all_seconds += sums
-    return shown, max(0.0, all_seconds - shown)
+        again = gather if job.zero == 3 else 0.0
+    gathers = job.micro_batches if job.zero == 3 else 1
+    scatters = 1 if stack.accumulates_whole else job.micro_batches
+    # A pipeline sums after its last micro-batch, when there is nothing left to hide behind.
+    overlaps = layout.pp == 1 and speeds.overlaps
+    beside = [
+        (gathers * blocks, forward, gather),
+        ((job.micro_batches - scatters) * blocks, backward, again),
+        ((scatters - 1) * blocks, backward, again + scatter),
+        (blocks, backward, again + scatter + (sums / blocks if overlaps else 0.0)),
+    ]
+    shown = sum(count * hidden_behind(compute, talk, speeds.contention) for count, compute, talk in beside)
+    hidden = sum(count * min(compute, talk) for count, compute, talk in beside)
+    # The first gather of a forward has nothing before it.
+    shown += gathers * gather + (0.0 if overlaps else sums)
+    if job.zero == 1 and speeds.regathers:
+        # Every rank updates its part of the weights, and then all have to have all of them.
+        shown += collective_seconds(job, "all-gather", parameters * stack.weights, layout.fsdp, layout.tp * layout.cp)
+    return shown, hidden
