@@ -82,6 +82,10 @@ def test_the_sizes_of_a_machine_are_whole_nodes_or_equal_parts_of_them() -> None
         find_machine("h100", nodes=2, gpus=24)
     with pytest.raises(UserError, match="say it once"):
         find_machine("8xh100", gpus=16)
+    # The same by another way: from the whole node of the catalogue, however small a part of it there was.
+    for count in (1, 8, 64):
+        assert find_machine("h100", gpus=count).with_gpus(12) == parts
+        assert find_machine("h100", gpus=count).with_gpus(16) == find_machine("h100", nodes=2)
 
 
 def test_unknown_names_are_told_the_nearest() -> None:
@@ -145,6 +149,7 @@ def test_memory_is_the_smallest_even_where_the_slowest_gpu_has_more(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "ours does not say what its nodes are made of: describe one"),
         ("[node]\ngpus = 4\n", "does not say which GPUs"),
         ('[node]\ngpus = 4\ngpu = "A1000"\n', "unknown GPU 'A1000'.*did you mean"),
         ('[[nodes]]\ngpus = 4\ngpu = "H100"\n', r"there is no \[node\]"),

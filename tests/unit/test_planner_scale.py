@@ -42,6 +42,9 @@ def test_by_default_16384_gpus_fail_as_often_as_those_of_llama_3() -> None:
     assert saving.between_failures == pytest.approx(54 * 86400 / 419)
     # 12 bytes a parameter at 2 TB/s for all.
     assert saving.save == pytest.approx(12 * 405e9 / 2e12)
+    # A node of 72 has as much of that as 72 GPUs elsewhere.
+    rack = Costs().saving(405_000_000_000, find_machine("GB200", gpus=144))
+    assert rack.save == pytest.approx(12 * 405e9 / (2e12 * 144 / 16384))
     assert Costs(save_seconds=20.0).saving(1, find_machine("H100")).save == 20
 
 

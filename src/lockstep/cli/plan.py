@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
+    from lockstep.planner.hardware import Machine
     from lockstep.planner.job import Job
     from lockstep.planner.request import Request, Typed
     from lockstep.planner.scale import Costs
@@ -75,8 +77,9 @@ def plan_command(
     terminal = Terminal(stderr=as_json, highlight=False)
     opt.check_output("--chart", chart, ".svg")
     check_choice("--recompute", recompute, ("none", "full"))
-    if tokens is not None and tokens <= 0:
-        raise UserError(f"--tokens {tokens:g} is no training", "say how many, as in --tokens 1e12")
+    _check_amount("--tokens", tokens, "say how many, as in --tokens 1e12")
+    _check_amount("--save-seconds", save_seconds, "give seconds above 0")
+    _check_amount("--mtbf-hours", mtbf_hours, "give hours above 0, of one node")
     values = opt.given(
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -86,11 +89,14 @@ def plan_command(
     )
     typed = Typed(model, cluster, gpus, nodes, layout, search, seq, set_ or [], values)
     if scale is not None:
-        costs = _costs(mtbf_hours, save_seconds, run, typed)
-        return _scale(typed, scale, costs, chart, as_json, terminal)
+        sizes = {"--layout": layout, "--gpus": gpus, "--nodes": nodes, "--tokens": tokens}
+        for name, given in {**sizes, "--explain": explain, "--trace": trace, "--search": search}.items():
+            if given:
+                raise UserError(f"{name} is about one size, and --scale goes over many", "leave one of them out")
+        return _scale(typed, scale, (mtbf_hours, save_seconds, run), chart, as_json, terminal)
     for option, value in (("--mtbf-hours", mtbf_hours), ("--save-seconds", save_seconds), ("--run", run)):
         if value is not None:
-            raise UserError(f"{option} is about failures at scale", "say --scale 1..1024 as well")
+            raise UserError(f"{option} goes with --scale", "say that as well, as in --scale 1..1024")
     request = read_request(typed)
     if request.layout is not None:
         if chart is not None:
@@ -98,7 +104,12 @@ def plan_command(
         return _plan_one(request, tokens, explain, trace, as_json, terminal)
     if trace:
         raise UserError("--trace is about one layout", "name it: --trace --layout fsdp=auto")
-    return _search(request, chart, explain, as_json, terminal)
+    return _search(request, tokens, chart, explain, as_json, terminal)
+
+
+def _check_amount(option: str, value: float | None, fix: str) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UserError(f"{option} {value:g} is no amount", fix)
 
 
 def _plan_one(
@@ -134,7 +145,7 @@ def _plan_one(
         show_ways(job, ways, time, terminal)
         result["ways"] = [{"change": way.text, **candidate_json(way.candidate)} for way in ways]
         if not ways:
-            result["least_gpus"] = _show_least(request, terminal)
+            result["enough_gpus"] = _show_enough(request, terminal)
         else:
             show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
     if explain:
@@ -179,12 +190,23 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     return job, []
 
 
-def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal) -> int:
+def _search(
+    request: Request, tokens: float | None, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal
+) -> int:
     """All layouts, ranked."""
     from lockstep.planner.checks import check_job
-    from lockstep.planner.results import candidate_json, plan_json
+    from lockstep.planner.results import candidate_json, plan_json, time_json
     from lockstep.planner.search import search
-    from lockstep.planner.show import counted, draw_front, show_command, show_found, show_front, show_remarks, title
+    from lockstep.planner.show import (
+        counted,
+        draw_front,
+        show_command,
+        show_cost,
+        show_found,
+        show_front,
+        show_remarks,
+        title,
+    )
 
     found = search(request.base, request.world_size, request.asked)
     terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
@@ -200,8 +222,10 @@ def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, 
         remarks += check_job(best)
         show_found(found, terminal)
         show_front(found, terminal)
+        show_cost(best, found.fitting[0].time, tokens, terminal)
         show_remarks(remarks, terminal)
         show_command(best, request.named, terminal)
+        result["time"] = time_json(best, found.fitting[0].time, tokens)
         result["ranked"] = [candidate_json(one) for one in found.best_of_layouts[:50]]
         result["front"] = [candidate_json(one) for one in found.front]
     else:
@@ -209,7 +233,7 @@ def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, 
         terminal.print(counted(found), markup=False, soft_wrap=True)
         remarks += request.base.machine.warnings
         show_remarks(remarks, terminal)
-        result["least_gpus"] = _show_least(request, terminal)
+        result["enough_gpus"] = _show_enough(request, terminal)
     if explain and found.best_or_least is not None:
         _explain(found.best_or_least, terminal)
     if chart is not None:
@@ -228,36 +252,37 @@ def _explain(job: Job, terminal: Terminal) -> None:
         terminal.print(f"\n{text}", markup=False, soft_wrap=True)
 
 
-def _show_least(request: Request, terminal: Terminal) -> int | None:
+def _show_enough(request: Request, terminal: Terminal) -> int | None:
     """How many GPUs would do, where these do not."""
     from dataclasses import replace
 
-    from lockstep.planner.fitting import least_gpus
+    from lockstep.planner.fitting import enough_gpus
 
-    machine = request.base.machine
-    found = least_gpus(request.base, replace(request.asked, layout=None))
+    name, asked = request.base.machine.gpu.name, replace(request.asked, layout=None)
+    found = enough_gpus(request.base, asked)
+    batch = f"--global-batch {request.base.global_batch}"
     if found is None:
+        says = f"no number of {name} was found on which it fits: a larger --global-batch or a shorter --seq may help"
+    else:
+        least = "the smallest number on which it does" if found.is_least else "a smaller number may do as well"
+        says = f"it fits on {found.gpus:,} x {name} ({least}): --gpus {found.gpus} {_asked_for(found.job)} {batch}"
+    terminal.print(says, markup=False, soft_wrap=True)
+    fewer = enough_gpus(request.base, asked, at_once=True)
+    if fewer is not None and (found is None or fewer.gpus < found.gpus):
+        batch = f"--global-batch {fewer.job.global_batch}"
         terminal.print(
-            f"no number of {machine.gpu.name} holds it: a larger --global-batch or a shorter --seq may help",
+            f"with a smaller batch, of one micro-batch a step, it fits on {fewer.gpus:,}: --gpus {fewer.gpus} "
+            f"{_asked_for(fewer.job)} {batch} (gradients are then sharded as they come)",
             markup=False,
             soft_wrap=True,
         )
-        return None
-    gpus, job = found
-    how = f"--gpus {gpus} --layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}"
-    terminal.print(
-        f"the smallest number of {machine.gpu.name} on which it fits is {gpus:,}: {how}", markup=False, soft_wrap=True
-    )
-    fewer = least_gpus(request.base, replace(request.asked, layout=None), at_once=True)
-    if fewer is not None and fewer[0] < gpus:
-        few, one = fewer
-        how = f"--gpus {few} --layout {one.layout} --global-batch {one.global_batch} --recompute {one.recompute}"
-        terminal.print(
-            f"with one micro-batch a step, whose gradients are sharded as they come, {few:,} would do: {how}",
-            markup=False,
-            soft_wrap=True,
-        )
-    return gpus
+    return None if found is None else found.gpus
+
+
+def _asked_for(job: Job) -> str:
+    """The options of this command that mean that job."""
+    schedule = f" --schedule {job.schedule}" if job.layout.pp > 1 else ""
+    return f"--layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}{schedule}"
 
 
 def _refuse_trace(request: Request, job: Job) -> None:
@@ -292,12 +317,11 @@ def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
     return {**asdict(traced), "total": traced.total}
 
 
-def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, typed: Typed) -> Costs:
+def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, machine: Machine) -> Costs:
     """What is known of failures and saving."""
     from dataclasses import replace
 
     from lockstep.events import read_events
-    from lockstep.planner.machines import find_machine
     from lockstep.planner.scale import Costs, measured_costs
 
     costs = Costs()
@@ -307,18 +331,21 @@ def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | Non
             raise UserError(f"{run} is not a run folder: it has no events.jsonl", "name one, as in --run runs/lm")
         costs = measured_costs(read_events(log), costs, str(run))
     if save_seconds is not None:
-        if save_seconds <= 0:
-            raise UserError(f"--save-seconds {save_seconds:g} is no time", "give seconds above 0")
         costs = replace(costs, save_seconds=save_seconds)
     if mtbf_hours is not None:
-        if mtbf_hours <= 0:
-            raise UserError(f"--mtbf-hours {mtbf_hours:g} is no time", "give hours above 0, of one node")
-        assert typed.cluster is not None
-        costs = replace(costs, gpu_hours_between_failures=mtbf_hours * find_machine(typed.cluster).gpus_per_node)
+        node = (machine.whole or machine).gpus_per_node
+        costs = replace(costs, gpu_hours_between_failures=mtbf_hours * node, failures="--mtbf-hours")
     return costs
 
 
-def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+def _scale(
+    typed: Typed,
+    sizes: str,
+    known: tuple[float | None, float | None, Path | None],
+    chart: Path | None,
+    as_json: bool,
+    terminal: Terminal,
+) -> int:
     """Both scaling curves."""
     from lockstep.planner.request import read_request
     from lockstep.planner.results import plan_json, scaling_json
@@ -327,11 +354,9 @@ def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: 
     from lockstep.planner.scale_show import draw_scaling, show_scaling
     from lockstep.planner.show import show_remarks, title
 
-    for option, value in (("--layout", typed.layout), ("--gpus", typed.gpus), ("--nodes", typed.nodes)):
-        if value is not None:
-            raise UserError(f"--scale goes over many sizes, and {option} names one", "leave one of them out")
     counts = parse_sizes(sizes)
     request = read_request(typed, largest=counts[-1])
+    costs = _costs(*known, request.base.machine)
     with terminal.status("searching"):
         scaling = scaled(request.base, counts, request.asked, costs)
     terminal.print(title(request.base, counts[-1]), markup=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from lockstep.config import PipelineConfig, Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import check, check_micro_batches
+from lockstep.parallel.timetable import SPLITS_BACKWARD, check, check_micro_batches
 from lockstep.planner.estimate import Memory
 from lockstep.planner.hardware import Gpu, Machine
 from lockstep.planner.job import Job
@@ -145,6 +145,11 @@ def _check_stages(job: Job) -> None:
         raise UserError(
             f"{many} needs {pp * per_rank} blocks at least, and {job.model.name} has {most}",
             f"use pp={sizes[-1]}{fewer}",
+        )
+    if job.compiled and job.schedule in SPLITS_BACKWARD:
+        raise UserError(
+            f"schedule {job.schedule} splits the backward of a block, which compiled code cannot do",
+            "use --set compile=off, or a schedule such as 1f1b or interleaved-1f1b",
         )
     config = PipelineConfig(schedule=job.schedule, stages_per_rank=per_rank)
     check_micro_batches(config, job.layout, job.global_batch, job.micro_batch, None)

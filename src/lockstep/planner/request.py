@@ -107,7 +107,7 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         layout=layout or Layout(),
         global_batch=_batch(resolved.config, layout),
         micro_batch=1,
-        sequence_parallel=said.get("tensor.sequence", "auto") != "off" and not _is_cpu(machine),
+        sequence_parallel=said.get("tensor.sequence", "auto") != "off" and not machine.gpu.is_cpu,
         precision=_precision(resolved, is_recipe, machine),
         flash=said.get("attention") != "math",
         compiled=said.get("compile", "off") != "off",
@@ -129,6 +129,10 @@ def _machine(typed: Typed, told: Mapping[str, Any]) -> Machine:
     if typed.cluster is None:
         raise UserError("--cluster is missing", "name what is planned for, as in --cluster 64xH100, A100-40 or here")
     machine = find_machine(typed.cluster, typed.nodes, typed.gpus)
+    if not machine.gpu.runs_lockstep:
+        raise UserError(
+            f"Lockstep does not run on {machine.gpu.name}", "name a GPU, as in --cluster H100, or laptop-cpu"
+        )
     text = typed.layout or told.get("layout")
     if text and text != AUTO and not typed.search and typed.gpus is None and typed.nodes is None:
         layout = Layout.parse(text)
@@ -226,10 +230,6 @@ def _asked(said: Mapping[str, Any], base: Job, layout: Layout | None) -> Asked:
     if (number := said.get("pipeline.micro_batches")) is not None and asked.micro_batch is None:
         asked = replace(asked, micro_batch=max(1, base.global_batch // layout.data_size // number))
     return asked
-
-
-def _is_cpu(machine: Machine) -> bool:
-    return "cpu" in machine.gpu.name.lower()
 
 
 def check_choice(option: str, value: str | None, options: Sequence[str]) -> None:

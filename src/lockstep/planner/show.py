@@ -153,9 +153,17 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
         markup=False,
         soft_wrap=True,
     )
-    amount = items or (1e9 if found.item == "tokens" else 1e6)
+    show_cost(job, time, items or (1e9 if found.item == "tokens" else 1e6), terminal)
+    terminal.print(f"bottleneck: {found.bottleneck}", markup=False, soft_wrap=True)
+
+
+def show_cost(job: Job, time: Time, amount: float | None, terminal: Terminal) -> None:
+    """How long so many tokens or samples take, in GPU-hours and energy."""
+    if amount is None:
+        return
+    found = figures(job, time)
     hours = found.gpu_hours(job, amount)
-    wall = amount / rate
+    wall = amount / found.items_per_second
     energy = ""
     if job.machine.gpu.watts:
         energy = (
@@ -166,7 +174,6 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
         markup=False,
         soft_wrap=True,
     )
-    terminal.print(f"bottleneck: {found.bottleneck}", markup=False, soft_wrap=True)
 
 
 def _energy(kilowatt_hours: float) -> str:
@@ -287,7 +294,7 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
     """Changes after which it fits, with what they cost."""
     if not ways:
         return
-    terminal.print("\nways to make it fit, the fastest first:", style="bold")
+    terminal.print("\nways to make it fit, the fastest first, those with more GPUs last:", style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("", overflow="fold")
