@@ -116,7 +116,7 @@ def _plan_one(
     request: Request, tokens: float | None, explain: bool, trace: bool, as_json: bool, terminal: Terminal
 ) -> int:
     """One layout, term by term."""
-    from lockstep.planner.checks import check_job, verdict
+    from lockstep.planner.checks import check_job, host_remarks, verdict
     from lockstep.planner.fitting import ways_to_fit
     from lockstep.planner.memory import estimate_memory
     from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
@@ -129,6 +129,7 @@ def _plan_one(
     remarks = [*check_job(job), *request.remarks, *chosen]
     memories, time = estimate_memory(job), estimate_time(job)
     fullest = max(memories, key=lambda memory: memory.total)
+    remarks += host_remarks(job, max(memories, key=lambda memory: memory.host))
     says = verdict(fullest, job.machine.gpu)
     show_one(job, memories, time, tokens, terminal)
     show_remarks(remarks, terminal)
@@ -194,7 +195,7 @@ def _search(
     request: Request, tokens: float | None, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal
 ) -> int:
     """All layouts, ranked."""
-    from lockstep.planner.checks import check_job
+    from lockstep.planner.checks import check_job, host_remarks
     from lockstep.planner.results import candidate_json, plan_json, time_json
     from lockstep.planner.search import search
     from lockstep.planner.show import (
@@ -219,7 +220,7 @@ def _search(
     }
     if found.fitting:
         best = found.fitting[0].job
-        remarks += check_job(best)
+        remarks += [*check_job(best), *host_remarks(best, found.fitting[0].memory)]
         show_found(found, terminal)
         show_front(found, terminal)
         show_cost(best, found.fitting[0].time, tokens, terminal)

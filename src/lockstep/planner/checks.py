@@ -10,6 +10,7 @@ import math
 from functools import cache
 from typing import Literal
 
+from lockstep.amounts import bytes_text
 from lockstep.config import PipelineConfig, Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
@@ -238,6 +239,18 @@ def _remarks(job: Job) -> list[str]:
     elif samples % job.micro_batch:
         told.append(f"the last micro-batch of a rank has {samples % job.micro_batch} samples, not {job.micro_batch}")
     return told
+
+
+def host_remarks(job: Job, memory: Memory) -> list[str]:
+    """What has to be said of the memory of the nodes, where it is known."""
+    machine = job.machine
+    taken = memory.host * machine.gpus_per_node
+    if machine.host_gb is None or taken <= machine.host_gb * 1e9:
+        return []
+    return [
+        f"to write a checkpoint in the background takes {bytes_text(taken)} of a node's memory, and it has "
+        f"{bytes_text(machine.host_gb * 1e9)}: the training will wait until it is written"
+    ]
 
 
 # ---- numbers

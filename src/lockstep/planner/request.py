@@ -107,7 +107,7 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         layout=layout or Layout(),
         global_batch=_batch(resolved.config, layout),
         micro_batch=1,
-        sequence_parallel=said.get("tensor.sequence", "auto") != "off" and not machine.gpu.is_cpu,
+        sequence_parallel=_cuts_tokens(said.get("tensor.sequence", "auto"), machine),
         precision=_precision(resolved, is_recipe, machine),
         flash=said.get("attention") != "math",
         compiled=said.get("compile", "off") != "off",
@@ -230,6 +230,11 @@ def _asked(said: Mapping[str, Any], base: Job, layout: Layout | None) -> Asked:
     if (number := said.get("pipeline.micro_batches")) is not None and asked.micro_batch is None:
         asked = replace(asked, micro_batch=max(1, base.global_batch // layout.data_size // number))
     return asked
+
+
+def _cuts_tokens(asked: str, machine: Machine) -> bool:
+    """As `train` has it: on GPUs unless it is said otherwise."""
+    return asked == "on" or (asked == "auto" and not machine.gpu.is_cpu)
 
 
 def check_choice(option: str, value: str | None, options: Sequence[str]) -> None:
