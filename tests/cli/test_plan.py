@@ -14,7 +14,7 @@ import pytest
 from lockstep.config import Layer, parse_assignments, resolve
 from lockstep.planner import trace
 from lockstep.planner.job import Job
-from lockstep.planner.show import MOST_ROWS
+from lockstep.planner.search_show import MOST_ROWS
 from tests.cli.commands import in_this_process, run
 
 WIDE = {"COLUMNS": "100"}
@@ -127,6 +127,7 @@ def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_named(tmp_path: 
     done = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100")
     assert done.returncode == 1
     assert "nothing fits" in done.stdout
+    assert re.search(r"the least that any takes is \S+ GB \(.*\), and a GPU has 84.4 GB", done.stdout)
     found = re.findall(r"it fits on [\d,]+.*?: (--gpus \d+ --layout .*? --global-batch \d+)", done.stdout)
     assert found
     assert "(the smallest number on which it does): --gpus" in done.stdout

@@ -27,48 +27,53 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b), a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096.",
+            help="llama-3-8b, a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096,heads=32.",
         ),
     ] = "lm",
     cluster: Annotated[
-        str | None, typer.Option(help="A GPU (H100, 64xA100-40), a cluster profile, or here: as bench measured it.")
+        str | None,
+        typer.Option(help="A kind of GPU (H100, 64xA100-40), a cluster profile, or here (bench measures it)."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many. Default: the layout's, or one node.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of --gpus.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many. Default: as --layout needs, or one node.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many, in place of --gpus.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Plan this one, such as fsdp=8,tp=8; one axis may be auto. Default: --search.")
+        str | None, typer.Option(help="Only this one: fsdp=8,tp=8 (one axis may be auto). Default: compare all.")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Compare all layouts and rank them.")] = False,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples of an optimizer step.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Compare all, whatever layout a config names.")] = False,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step, over all GPUs.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples of one forward.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none or full: the blocks' activations again.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Of a pipeline: 1f1b, interleaved-1f1b, zbv, ...")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, or full: computes blocks twice, saves memory.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of a pipeline (pp): 1f1b, zbv, ...")] = None,
     set_: opt.Set = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Of the whole training, as in 15e12: for GPU-hours and energy.")
+        float | None, typer.Option(help="Of the whole training (15e12): its GPU-hours and energy.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="The arithmetic, beside that of courses and papers.")
+        bool, typer.Option("--explain", help="Show the arithmetic, beside that of a course and a paper.")
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Cut the real model without data, and count its memory.")
+        bool, typer.Option("--trace", help="With --layout: count the memory of the real model, too.")
     ] = False,
-    scale: Annotated[str | None, typer.Option(metavar="1..16384", help="Scaling curves over so many GPUs.")] = None,
-    mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node (--scale).")] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="1..16384", help="Scaling curves, from so many GPUs to so many.")
+    ] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="With --scale: hours between failures of a node.")] = None,
     save_seconds: Annotated[
-        float | None, typer.Option(help="A checkpoint stops the training so long (--scale).")
+        float | None, typer.Option(help="With --scale: a checkpoint stops training so long.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A run whose checkpoints were timed (--scale).")
+        Path | None, typer.Option(metavar="RUN", help="With --scale: a run that tells what checkpoints cost.")
     ] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the front, or the curves.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the Pareto front, or the curves of --scale.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> int:
-    """Predict memory, step time and cost of a training, and find the best layout for a cluster.
+    """Predict memory, step time and cost of a training, and find the best layout for a cluster. Starts nothing.
 
-    Exit code 1: it does not fit, or is too close to say.
+    Exit code 0: it fits. 1: it does not, or is too close to say.
     """
     from rich.console import Console as Terminal
 
@@ -120,7 +125,8 @@ def _plan_one(
     from lockstep.planner.fitting import ways_to_fit
     from lockstep.planner.memory import estimate_memory
     from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
-    from lockstep.planner.show import show_command, show_one, show_remarks, show_ways
+    from lockstep.planner.search_show import show_enough, show_ways
+    from lockstep.planner.show import show_command, show_one, show_remarks
     from lockstep.planner.step_time import estimate_time
 
     job, chosen = _settled(request)
@@ -146,7 +152,7 @@ def _plan_one(
         show_ways(job, ways, time, terminal)
         result["ways"] = [{"change": way.text, **candidate_json(way.candidate)} for way in ways]
         if not ways:
-            result["enough_gpus"] = _show_enough(request, terminal)
+            result["enough_gpus"] = show_enough(request.base, request.asked, terminal)
         else:
             show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
     if explain:
@@ -198,16 +204,8 @@ def _search(
     from lockstep.planner.checks import check_job, host_remarks
     from lockstep.planner.results import candidate_json, plan_json, time_json
     from lockstep.planner.search import search
-    from lockstep.planner.show import (
-        counted,
-        draw_front,
-        show_command,
-        show_cost,
-        show_found,
-        show_front,
-        show_remarks,
-        title,
-    )
+    from lockstep.planner.search_show import draw_front, show_enough, show_found, show_front, show_nothing
+    from lockstep.planner.show import show_command, show_cost, show_remarks, title
 
     found = search(request.base, request.world_size, request.asked)
     terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
@@ -230,11 +228,10 @@ def _search(
         result["ranked"] = [candidate_json(one) for one in found.best_of_layouts[:50]]
         result["front"] = [candidate_json(one) for one in found.front]
     else:
-        terminal.print("\nnothing fits", style="bold red")
-        terminal.print(counted(found), markup=False, soft_wrap=True)
+        show_nothing(found, request.base, terminal)
         remarks += request.base.machine.warnings
         show_remarks(remarks, terminal)
-        result["enough_gpus"] = _show_enough(request, terminal)
+        result["enough_gpus"] = show_enough(request.base, request.asked, terminal)
     if explain and found.best_or_least is not None:
         _explain(found.best_or_least, terminal)
     if chart is not None:
@@ -251,39 +248,6 @@ def _explain(job: Job, terminal: Terminal) -> None:
 
     for text in (explain_text(job), course_text()):
         terminal.print(f"\n{text}", markup=False, soft_wrap=True)
-
-
-def _show_enough(request: Request, terminal: Terminal) -> int | None:
-    """How many GPUs would do, where these do not."""
-    from dataclasses import replace
-
-    from lockstep.planner.fitting import enough_gpus
-
-    name, asked = request.base.machine.gpu.name, replace(request.asked, layout=None)
-    found = enough_gpus(request.base, asked)
-    batch = f"--global-batch {request.base.global_batch}"
-    if found is None:
-        says = f"no number of {name} was found on which it fits: a larger --global-batch or a shorter --seq may help"
-    else:
-        least = "the smallest number on which it does" if found.is_least else "a smaller number may do as well"
-        says = f"it fits on {found.gpus:,} x {name} ({least}): --gpus {found.gpus} {_asked_for(found.job)} {batch}"
-    terminal.print(says, markup=False, soft_wrap=True)
-    fewer = enough_gpus(request.base, asked, at_once=True)
-    if fewer is not None and (found is None or fewer.gpus < found.gpus):
-        batch = f"--global-batch {fewer.job.global_batch}"
-        terminal.print(
-            f"with a smaller batch, of one micro-batch a step, it fits on {fewer.gpus:,}: --gpus {fewer.gpus} "
-            f"{_asked_for(fewer.job)} {batch} (gradients are then sharded as they come)",
-            markup=False,
-            soft_wrap=True,
-        )
-    return None if found is None else found.gpus
-
-
-def _asked_for(job: Job) -> str:
-    """The options of this command that mean that job."""
-    schedule = f" --schedule {job.schedule}" if job.layout.pp > 1 else ""
-    return f"--layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}{schedule}"
 
 
 def _refuse_trace(request: Request, job: Job) -> None:

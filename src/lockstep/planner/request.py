@@ -19,6 +19,7 @@ from lockstep.planner.machines import find_machine
 from lockstep.planner.model import Model
 from lockstep.planner.models import find_model
 from lockstep.planner.search import Asked, Zero
+from lockstep.planner.settings import PLACEHOLDER
 from lockstep.recipes.catalog import RECIPES
 
 USUAL_TOKENS = ((1e9, 0.5e6), (2e10, 2e6), (2e11, 4e6), (float("inf"), 16e6))
@@ -118,9 +119,11 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         remarks.append(f"a plan does not depend on {', '.join(unread)}")
     if "global_batch" not in said and "batch_per_device" not in said and not is_recipe:
         what = f"{base.tokens / 1e6:.3g} million tokens" if model.sequence > 1 else f"{USUAL_SAMPLES} a GPU"
-        remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed: --global-batch")
+        remarks.append(
+            f"a global batch of {base.global_batch:,} samples ({what}) is assumed: --global-batch says another"
+        )
     asked = _asked(dict(cfg.flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
-    named = typed.model if is_recipe else "CONFIG.toml"
+    named = typed.model if is_recipe else PLACEHOLDER
     return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))
 
 

@@ -100,8 +100,8 @@ def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
         )
     terminal.print("\ncheckpoints: how often (Daly), and what failures leave (strong scaling)", style="bold")
     print_whole(table, terminal)
-    speed = f"a GPU {GPU_WRITES_GB_S:.2g} GB/s" if costs.node_gb_s is None else f"a node {costs.node_gb_s:.3g} GB/s"
-    writes = f"saves write {speed}, and training waits for {percent(costs.waited)} of that time ({costs.source})"
+    speed = f"{GPU_WRITES_GB_S:.2g} GB/s a GPU" if costs.node_gb_s is None else f"{costs.node_gb_s:.3g} GB/s a node"
+    writes = f"saves are written at {speed}, and training waits {percent(costs.waited)} of that time ({costs.source})"
     if costs.save_seconds is not None:
         writes = f"a save stops the training for {seconds_text(costs.save_seconds)} (--save-seconds)"
     terminal.print(
