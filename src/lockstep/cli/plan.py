@@ -27,7 +27,7 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="llama-3-8b, a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096,heads=32.",
+            help="A name (llama-3-8b), recipe, config.toml, config.json, module:function or layers=32,hidden=4096,heads=32.",
         ),
     ] = "lm",
     cluster: Annotated[
@@ -192,7 +192,7 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     for one in search(base, request.world_size, asked).fitting:
         with suppress(UserError):
             check_job(one.job)
-            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits: --micro-batch says another"
+            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits (--micro-batch sets it)"
             return one.job, [said]
     return job, []
 
@@ -312,6 +312,8 @@ def _scale(
     terminal: Terminal,
 ) -> int:
     """Both scaling curves."""
+    from dataclasses import replace
+
     from lockstep.planner.request import read_request
     from lockstep.planner.results import plan_json, scaling_json
     from lockstep.planner.scale import parse_sizes
@@ -321,16 +323,17 @@ def _scale(
 
     counts = parse_sizes(sizes)
     request = read_request(typed, largest=counts[-1])
-    costs = _costs(*known, request.base.machine)
+    base = replace(request.base, machine=request.base.machine.with_gpus(counts[-1]))
+    costs = _costs(*known, base.machine)
     with terminal.status("searching"):
-        scaling = scaled(request.base, counts, request.asked, costs)
-    terminal.print(title(request.base, counts[-1]), markup=False, soft_wrap=True)
+        scaling = scaled(base, counts, request.asked, costs)
+    terminal.print(title(base, counts[-1]), markup=False, soft_wrap=True)
     show_scaling(scaling, costs, terminal)
-    show_remarks([*request.remarks, *request.base.machine.warnings], terminal)
+    show_remarks([*request.remarks, *base.machine.warnings], terminal)
     if chart is not None:
-        opt.write_output(chart, draw_scaling(scaling, f"{request.base.model.name} on {request.base.machine.gpu.name}"))
+        opt.write_output(chart, draw_scaling(scaling, f"{base.model.name} on {base.machine.gpu.name}"))
         terminal.print(f"curves drawn in {chart}", markup=False, soft_wrap=True)
     if as_json:
-        plan = plan_json(request.base, counts[-1])
+        plan = plan_json(base, counts[-1])
         print(json.dumps({**plan, **scaling_json(scaling)}, allow_nan=False), flush=True)
     return 0 if any(point.best for point in scaling.strong) else 1

@@ -31,7 +31,7 @@ SHARES = {
 COMMUNICATION = ("tensor", "context", "pipeline", "data")
 
 REMEDY = {
-    "memory_bound": "compile fuses them: --set compile=blocks",
+    "memory_bound": "--set compile=blocks fuses them",
     "launch": "a larger micro-batch (or --set compile=blocks) starts fewer of them",
     "tensor": "a smaller tp, or one that stays inside a node, talks less",
     "context": "a smaller cp talks less",

@@ -119,9 +119,7 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         remarks.append(f"a plan does not depend on {', '.join(unread)}")
     if "global_batch" not in said and "batch_per_device" not in said and not is_recipe:
         what = f"{base.tokens / 1e6:.3g} million tokens" if model.sequence > 1 else f"{USUAL_SAMPLES} a GPU"
-        remarks.append(
-            f"a global batch of {base.global_batch:,} samples ({what}) is assumed: --global-batch says another"
-        )
+        remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed (--global-batch sets it)")
     asked = _asked(dict(cfg.flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
     named = typed.model if is_recipe else PLACEHOLDER
     return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))

@@ -85,7 +85,8 @@ def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
     if not rates:
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("GPUs", "a failure every", "a save", "save every", "goodput", "useful tokens/s"):
+    unit = next(point.figures.item for point in scaling.strong if point.figures)
+    for head in ("GPUs", "a failure every", "a save", "save every", "goodput", f"useful {unit}/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for gpus, saving in scaling.savings.items():
         if gpus not in rates:
