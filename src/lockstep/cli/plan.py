@@ -27,7 +27,7 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b), recipe, config.toml, config.json, module:function or layers=32,hidden=4096,heads=32.",
+            help="llama-3-8b, a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096,heads=32.",
         ),
     ] = "lm",
     cluster: Annotated[
