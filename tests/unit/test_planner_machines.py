@@ -211,6 +211,7 @@ def test_here_is_what_bench_measured(cache: Path) -> None:
     machine = find_machine("here")
     assert (machine.gpus_per_node, machine.nodes, machine.gpu.tflops["fp32"]) == (4, 1, 0.05)
     assert machine.gpu.memory_gb_s == 10.0
+    assert machine.gpu.is_cpu
     assert "measured one, and this is" in machine.warnings[0]
     assert machine.inside.alpha == pytest.approx(10e-6, rel=0.01)
     assert 1e-9 / machine.inside.beta == pytest.approx(4.0, rel=0.01)
@@ -233,6 +234,11 @@ def test_a_known_gpu_keeps_its_data_sheet_and_takes_the_measured_share(cache: Pa
     assert machine.gpu.matmul == pytest.approx(0.7)
     with pytest.raises(UserError, match="4 ranks were asked for, and lockstep bench measured 2 a node on 1"):
         find_machine("here", gpus=4)
+    assert not machine.gpu.is_cpu
+    assert machine.host_gb is not None
+    assert find_machine("here", gpus=1).with_gpus(2) == machine
+    with pytest.raises(UserError, match="4 GPUs are more than a node of here, and what is between nodes was not"):
+        machine.with_gpus(4)
 
 
 def test_several_nodes_have_a_link_between_them(cache: Path) -> None:

@@ -54,7 +54,7 @@ def _more_gpus(job: Job) -> Iterator[Way]:
     """The fastest on twice, four, eight times as many GPUs, where anything fits there."""
     for times in MORE_GPUS:
         world_size = job.layout.world_size * times
-        with suppress(UserError):  # so many cannot be shared out evenly over nodes
+        with suppress(UserError):  # such a machine cannot be
             grown = replace(job, machine=job.machine.with_gpus(world_size))
             for best in search(grown, world_size, quick=True).fitting[:1]:
                 yield Way(difference(job, best.job), best)
@@ -159,7 +159,10 @@ def enough_gpus(base: Job, asked: Asked, at_once: bool = False) -> Enough | None
 
 def _saving(base: Job, world_size: int, asked: Asked, at_once: bool) -> Job | None:
     """A way that fits, tried from the side of the least memory."""
-    one = replace(base, machine=base.machine.with_gpus(world_size))
+    try:
+        one = replace(base, machine=base.machine.with_gpus(world_size))
+    except UserError:
+        return None
     for tp, cp, pp in teams(one, world_size):
         data = world_size // (tp * cp * pp)
         if data > base.global_batch or (at_once and pp > 1):

@@ -81,6 +81,11 @@ class Machine:
         elif gpus % nodes or gpus // nodes > most:
             near = max(1, min(most, round(gpus / nodes))) * nodes
             raise UserError(f"{gpus} GPUs are not {nodes} equal nodes of at most {most}", f"use {near} GPUs")
+        if nodes > 1 and not self.outside.beta:
+            raise UserError(
+                f"{gpus} GPUs are more than a node of {self.name}, and what is between nodes was not measured",
+                "run lockstep bench on two nodes, or name a GPU of the catalogue",
+            )
         each = gpus // nodes
         if each == most:
             return replace(whole, nodes=nodes)
