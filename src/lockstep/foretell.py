@@ -44,6 +44,8 @@ class Expected:
     precision: Any
     global_batch: int
     micro_batch: int
+    attention: str | None = None
+    """The kernels of attention, None: as torch chooses."""
 
 
 @dataclass
@@ -127,8 +129,10 @@ def _job(expected: Expected, model: Model, machine: Machine) -> Job:
         zero={"zero1": 1, "zero2": 2, "zero3": 3}[cutting.shard.level],  # type: ignore[arg-type]
         schedule=cutting.pipeline.schedule,
         stages_per_rank=cutting.pipeline.per_rank if expected.layout.pp > 1 else 1,
-        sequence_parallel=cuts_tokens(cutting, expected.device),
+        # With a pipeline the engine leaves the tokens whole.
+        sequence_parallel=cuts_tokens(cutting, expected.device) and expected.layout.pp == 1,
         precision=expected.precision,
+        flash=expected.attention != "math",
         compiled=cutting.compile != "off",
     )
 

@@ -727,7 +727,7 @@ class Run:
             micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
             where = (self._cutting, self.layout, self._comm.place, self.device)
             batches = (loader.order.global_batch, micro_batch)
-            self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches))
+            self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
             if self._compiles:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):

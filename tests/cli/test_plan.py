@@ -14,7 +14,7 @@ import pytest
 from lockstep.config import Layer, parse_assignments, resolve
 from lockstep.planner import trace
 from lockstep.planner.job import Job
-from lockstep.planner.show import MOST_ROWS
+from lockstep.planner.search_show import MOST_ROWS
 from tests.cli.commands import in_this_process, run
 
 WIDE = {"COLUMNS": "100"}
@@ -74,6 +74,27 @@ def test_tokens_and_gpu_hours_follow_from_the_step(tmp_path: Path) -> None:
     assert 70 + 0.8 * 700 <= time_["watts_per_gpu"] <= 1.8 * 700
 
 
+def test_the_cost_of_a_training_is_told_of_the_best_layout_as_well(tmp_path: Path) -> None:
+    arguments = ("plan", "gpt2", "--cluster", "8xH100", "--tokens", "1e12", "--json")
+    done = in_this_process(tmp_path, *arguments)
+    plan = json.loads(done.stdout)
+    assert re.search(r"^1 T tokens: .* GPU-hours", done.stderr, re.MULTILINE)
+    hours = 1e12 / plan["ranked"][0]["tokens_per_second"] * 8 / 3600
+    assert plan["time"]["gpu_hours"] == pytest.approx(hours)
+
+
+def test_a_tp_that_leaves_the_node_comes_with_a_warning(tmp_path: Path) -> None:
+    arguments = ("plan", "llama-3-405b", "--cluster", "A100-40", "--layout", "fsdp=64,tp=8", "--global-batch", "64")
+    done = in_this_process(tmp_path, *arguments, "--json")
+    assert "network" not in done.stderr
+    profile = '[node]\ncount = 128\ngpus = 4\ngpu = "A100-40"\nnetwork_gb_s = 50\n'
+    (tmp_path / "small.toml").write_text(profile)
+    done = in_this_process(tmp_path, *arguments[:3], "small.toml", *arguments[4:], "--json")
+    warning = "tp=8 is larger than a node of 4 GPUs, so that every block waits for the network: tp=4 stays inside"
+    assert f"- {warning}" in done.stderr
+    assert warning in json.loads(done.stdout)["remarks"]
+
+
 def test_without_a_layout_all_are_compared_and_the_best_can_be_pasted(tmp_path: Path) -> None:
     done = in_this_process(
         tmp_path, "plan", "llama-3-8b", "--cluster", "H100", "--nodes", "2", "--chart", "front.svg", **WIDE
@@ -98,7 +119,7 @@ def test_what_does_not_fit_comes_with_ways_that_do(tmp_path: Path) -> None:
     assert plan["memory"]["verdict"] == "does not fit"
     assert len(plan["ways"]) == 3
     assert all(way["memory"] * (1 + way["band"]) <= plan["memory"]["capacity"] for way in plan["ways"])
-    assert "ways to make it fit, the fastest first:" in done.stderr
+    assert "ways to make it fit, the fastest first, those with more GPUs last:" in done.stderr
     assert "% time" in done.stderr
 
 
@@ -106,13 +127,13 @@ def test_where_nothing_fits_the_number_of_gpus_that_would_do_is_named(tmp_path: 
     done = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100")
     assert done.returncode == 1
     assert "nothing fits" in done.stdout
-    found = re.search(
-        r"smallest number of H100-SXM-80 on which it fits is ([\d,]+): --gpus (\d+) --layout", done.stdout
-    )
-    assert found is not None
-    gpus = int(found[2])
-    again = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100", "--gpus", str(gpus))
-    assert again.returncode == 0, again.stdout
+    assert re.search(r"the least that any takes is \S+ GB \(.*\), and a GPU has 84.4 GB", done.stdout)
+    found = re.findall(r"it fits on [\d,]+.*?: (--gpus \d+ --layout .*? --global-batch \d+)", done.stdout)
+    assert found
+    assert "(the smallest number on which it does): --gpus" in done.stdout
+    for options in found:
+        again = in_this_process(tmp_path, "plan", "llama-3-70b", "--cluster", "H100", *options.split())
+        assert again.returncode == 0, (options, again.stdout)
 
 
 def test_scaling_curves_with_checkpoints(tmp_path: Path) -> None:
@@ -212,10 +233,25 @@ for model in ("llama-3-8b", "config.json", "lm"):
         ("gpt2 --cluster H100 --trace", "--trace is about one layout: name it"),
         ("gpt2 --cluster H100 --layout pp=4 --trace", "the trace cannot do pp=4"),
         ("gpt2 --cluster H100 --scale 8", "cannot read --scale 8: write it as 1..16384"),
-        ("gpt2 --cluster H100 --save-seconds 8", "--save-seconds is about failures at scale: say --scale"),
+        ("gpt2 --cluster H100 --save-seconds 8", "--save-seconds goes with --scale: say that as well"),
         ("gpt2 --cluster H100 --scale 1..8 --run nowhere", "nowhere is not a run folder"),
-        ("gpt2 --cluster H100 --scale 1..8 --layout dp=8", "--scale goes over many sizes, and --layout names one"),
-        ("gpt2 --cluster H100 --tokens 0", "--tokens 0 is no training"),
+        ("gpt2 --cluster H100 --scale 1..8 --layout dp=8", "--layout is about one size, and --scale goes over many"),
+        ("gpt2 --cluster H100 --scale 1..8 --explain", "--explain is about one size, and --scale goes over many"),
+        ("gpt2 --cluster H100 --scale 1..8 --trace", "--trace is about one size"),
+        ("gpt2 --cluster H100 --scale 1..8 --search", "--search is about one size"),
+        ("gpt2 --cluster H100 --scale 1..8 --tokens 1e9", "--tokens is about one size"),
+        ("gpt2 --cluster H100 --scale 1..13", "13 GPUs cannot be shared out evenly over nodes of 8: use 8 or 16 GPUs"),
+        ("gpt2 --mtbf-hours 100 --scale 1..8", "--cluster is missing"),
+        ("gpt2 --cluster H100 --tokens 0", "--tokens 0 is no amount: say how many"),
+        ("gpt2 --cluster H100 --layout dp=8 --tokens nan --json", "--tokens nan is no amount"),
+        ("gpt2 --cluster H100 --scale 1..8 --save-seconds nan", "--save-seconds nan is no amount"),
+        ("gpt2 --cluster H100 --scale 1..8 --mtbf-hours inf", "--mtbf-hours inf is no amount"),
+        ("gpt2 --cluster TPUv4", "Lockstep does not run on TPUv4: name a GPU"),
+        ("gpt2 --cluster H100 --seq 4096", "use at most 1024 tokens, or --set positions=4096"),
+        (
+            "gpt2 --cluster H100 --layout pp=4,dp=2 --schedule zbv --set compile=blocks",
+            "schedule zbv splits the backward of a block, which compiled code cannot do: use --set compile=off",
+        ),
         ("gpt2 --cluster H100 --layout dp=8 --chart x.svg", "--chart draws many layouts, and --layout names one"),
     ],
 )

@@ -18,6 +18,9 @@ from lockstep.events import read_events, validate
 from lockstep.foretell import Expected, Measured, error_of
 from lockstep.layout import Layout
 from lockstep.parallel.apply import Cutting
+from lockstep.planner.estimate import Memory
+from lockstep.planner.job import Job
+from lockstep.planner.memory import estimate_memory
 from lockstep.planner.models import find_model
 from lockstep.runtime.place import Place
 from lockstep.sinks.console import Console
@@ -77,6 +80,25 @@ def test_ranks_of_one_node_share_its_cpu() -> None:
     alone, shared = (foretell.machine_of(replace(EXPECTED, place=place)) for place in (ALONE, two))
     assert shared.gpu.tflops["fp32"] == alone.gpu.tflops["fp32"] / 2
     assert (shared.gpus_per_node, shared.nodes) == (2, 1)
+
+
+def test_attention_that_writes_its_scores_down_is_foretold_to_take_more_memory() -> None:
+    scores, usual = (foretell.foretell(replace(EXPECTED, attention=kernels)) for kernels in ("math", "flash"))
+    assert scores["memory_bytes"] > usual["memory_bytes"]
+
+
+def test_tokens_are_foretold_to_be_cut_only_where_the_engine_cuts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
+    def estimate(job: Job) -> tuple[Memory, ...]:
+        jobs.append(job)
+        return estimate_memory(job)
+
+    monkeypatch.setattr(foretell, "estimate_memory", estimate)
+    cutting = replace(CUTTING, tensor=TensorConfig(sequence="on"))
+    for layout in (Layout(tp=2), Layout(pp=2, tp=2)):
+        foretell.foretell(replace(EXPECTED, layout=layout, cutting=cutting))
+    assert [job.sequence_parallel for job in jobs] == [True, False]
 
 
 def test_the_first_two_steps_do_not_count() -> None:

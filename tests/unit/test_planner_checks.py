@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.checks import capacity, check_job, settle_layout, verdict
+from lockstep.planner.checks import capacity, check_job, host_remarks, settle_layout, verdict
 from lockstep.planner.estimate import Memory
 from lockstep.planner.job import Job
 from lockstep.planner.machines import find_machine
@@ -125,3 +125,13 @@ def test_a_verdict_is_on_the_side_of_caution() -> None:
         "too close to say",
         "does not fit",
     ]
+
+
+def test_what_a_background_save_takes_of_the_host_is_compared_with_what_it_has() -> None:
+    memory = Memory(0, 0, 0, 0, 0, 0, 0, 0, 0, host=60e9)
+    roomy, cramped = (replace(find_machine("H100"), host_gb=size) for size in (500.0, 470.0))
+    # Eight ranks of 60 GB each.
+    assert host_remarks(job(machine=roomy), memory) == []
+    assert host_remarks(job(), memory) == [], "the catalogue does not know it"
+    (remark,) = host_remarks(job(machine=cramped), memory)
+    assert "takes 480 GB of a node's memory, and it has 470 GB: the training will wait" in remark

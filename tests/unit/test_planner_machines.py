@@ -82,6 +82,10 @@ def test_the_sizes_of_a_machine_are_whole_nodes_or_equal_parts_of_them() -> None
         find_machine("h100", nodes=2, gpus=24)
     with pytest.raises(UserError, match="say it once"):
         find_machine("8xh100", gpus=16)
+    # The same by another way: from the whole node of the catalogue, however small a part of it there was.
+    for count in (1, 8, 64):
+        assert find_machine("h100", gpus=count).with_gpus(12) == parts
+        assert find_machine("h100", gpus=count).with_gpus(16) == find_machine("h100", nodes=2)
 
 
 def test_unknown_names_are_told_the_nearest() -> None:
@@ -145,6 +149,7 @@ def test_memory_is_the_smallest_even_where_the_slowest_gpu_has_more(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "ours does not say what its nodes are made of: describe one"),
         ("[node]\ngpus = 4\n", "does not say which GPUs"),
         ('[node]\ngpus = 4\ngpu = "A1000"\n', "unknown GPU 'A1000'.*did you mean"),
         ('[[nodes]]\ngpus = 4\ngpu = "H100"\n', r"there is no \[node\]"),
@@ -206,6 +211,7 @@ def test_here_is_what_bench_measured(cache: Path) -> None:
     machine = find_machine("here")
     assert (machine.gpus_per_node, machine.nodes, machine.gpu.tflops["fp32"]) == (4, 1, 0.05)
     assert machine.gpu.memory_gb_s == 10.0
+    assert machine.gpu.is_cpu
     assert "measured one, and this is" in machine.warnings[0]
     assert machine.inside.alpha == pytest.approx(10e-6, rel=0.01)
     assert 1e-9 / machine.inside.beta == pytest.approx(4.0, rel=0.01)
@@ -228,6 +234,11 @@ def test_a_known_gpu_keeps_its_data_sheet_and_takes_the_measured_share(cache: Pa
     assert machine.gpu.matmul == pytest.approx(0.7)
     with pytest.raises(UserError, match="4 ranks were asked for, and lockstep bench measured 2 a node on 1"):
         find_machine("here", gpus=4)
+    assert not machine.gpu.is_cpu
+    assert machine.host_gb is not None
+    assert find_machine("here", gpus=1).with_gpus(2) == machine
+    with pytest.raises(UserError, match="4 GPUs are more than a node of here, and what is between nodes was not"):
+        machine.with_gpus(4)
 
 
 def test_several_nodes_have_a_link_between_them(cache: Path) -> None:

@@ -42,6 +42,9 @@ def test_by_default_16384_gpus_fail_as_often_as_those_of_llama_3() -> None:
     assert saving.between_failures == pytest.approx(54 * 86400 / 419)
     # 12 bytes a parameter at 2 TB/s for all.
     assert saving.save == pytest.approx(12 * 405e9 / 2e12)
+    # A node of 72 has as much of that as 72 GPUs elsewhere.
+    rack = Costs().saving(405_000_000_000, find_machine("GB200", gpus=144))
+    assert rack.save == pytest.approx(12 * 405e9 / (2e12 * 144 / 16384))
     assert Costs(save_seconds=20.0).saving(1, find_machine("H100")).save == 20
 
 
@@ -81,3 +84,11 @@ def test_strong_scaling_keeps_the_batch_and_weak_scaling_the_samples_of_a_gpu() 
     assert curves.strong[-1].figures == curves.weak[-1].figures
     communication = [point.figures.communication for point in curves.strong if point.figures]
     assert communication[-1] > communication[0]
+
+
+def test_sizes_that_are_no_whole_nodes_fail_as_often_as_they_have_gpus() -> None:
+    base = Job(find_model("gpt2"), find_machine("H100"), Layout(), 48, 1)
+    savings = scale(base, [12, 24], Asked(), Costs(gpu_hours_between_failures=24.0)).savings
+    assert [savings[gpus].between_failures for gpus in (12, 24)] == [7200, 3600]
+    # The same bytes from twice as many GPUs.
+    assert savings[12].save == pytest.approx(2 * savings[24].save)

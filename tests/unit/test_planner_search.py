@@ -13,7 +13,7 @@ from lockstep.config import Layer, Schedule, parse_assignments, resolve
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.planner.checks import check_job, divisors, verdict
-from lockstep.planner.fitting import least_gpus, ways_to_fit
+from lockstep.planner.fitting import enough_gpus, ways_to_fit
 from lockstep.planner.job import Job
 from lockstep.planner.machines import find_machine
 from lockstep.planner.models import find_model
@@ -135,13 +135,51 @@ def test_no_way_is_proposed_where_none_is_known_to_fit() -> None:
 def test_the_smallest_number_of_gpus_is_one_node_more_than_too_few() -> None:
     start = base("llama-3-70b", "H100", 8, 512)
     assert not search(start, 8).fitting
-    found = least_gpus(start, Asked())
+    found = enough_gpus(start, Asked())
     assert found is not None
-    gpus, job = found
+    assert found.is_least
+    gpus, job = found.gpus, found.job
     assert gpus % 8 == 0
     assert verdict(fullest(job), job.machine.gpu) == "fits"
     fewer = replace(start, machine=find_machine("H100", gpus=gpus - 8))
-    assert not search(fewer, gpus - 8, Asked(micro_batch=1, recompute="full")).fitting
+    assert not search(fewer, gpus - 8).fitting
+
+
+def test_one_micro_batch_a_step_is_tried_as_well_where_many_do_not_fit() -> None:
+    start = base("llama-3-405b", "H100", 8, 2048)
+    found = enough_gpus(start, Asked())
+    assert found is not None
+    assert verdict(fullest(found.job), found.job.machine.gpu) == "fits"
+    assert found.is_least == (found.gpus <= 64 * 8), "beyond that not all smaller numbers are tried"
+    sizes = [1024, 2048, 4096, 8192, 16384]
+    enough = [size for size in sizes if search(base("llama-3-405b", "H100", size, 2048), size, quick=True).fitting]
+    assert enough
+    assert found.gpus <= enough[0]
+
+
+def test_a_quick_search_keeps_the_level_of_sharding_that_was_asked_for() -> None:
+    start = base("gpt2", "H100", 8, 64)
+    assert {one.job.zero for one in search(start, 8, Asked(zero=1, layout=Layout(fsdp=8)), quick=True).fitting} == {1}
+
+
+def test_more_gpus_are_whole_nodes_of_the_catalogue_with_all_axes() -> None:
+    start = base("llama-3-70b", "H100", 1, 512)
+    ways = ways_to_fit(start)
+    assert len(ways) == 3
+    jobs = [way.candidate.job for way in ways]
+    assert all(job.machine.gpus_per_node == min(8, job.layout.world_size) for job in jobs)
+    assert all(job.machine.gpus == job.layout.world_size for job in jobs)
+    assert any(job.layout.tp > 1 for job in jobs)
+
+
+def test_compiled_blocks_are_not_planned_with_schedules_that_split_the_backward() -> None:
+    start = base("llama-3-8b", "H100", 8, 64)
+    schedules = {one.job.schedule for one in search(start, 8).fitting}
+    compiled = {one.job.schedule for one in search(replace(start, compiled=True), 8).fitting}
+    assert schedules - compiled == {"zbv", "dualpipev", "interleaved-zero-bubble"}
+    job = replace(start, layout=Layout(pp=8), compiled=True, schedule="zbv", stages_per_rank=2)
+    with pytest.raises(UserError, match=r"zbv splits the backward of a block.*use --set compile=off"):
+        check_job(job)
 
 
 @pytest.mark.parametrize("schedule", get_args(Schedule))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
+    from lockstep.planner.hardware import Machine
     from lockstep.planner.job import Job
     from lockstep.planner.request import Request, Typed
     from lockstep.planner.scale import Costs
@@ -25,48 +27,53 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b), a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096.",
+            help="llama-3-8b, a recipe, config.toml, config.json, module:function, or layers=32,hidden=4096,heads=32.",
         ),
     ] = "lm",
     cluster: Annotated[
-        str | None, typer.Option(help="A GPU (H100, 64xA100-40), a cluster profile, or here: as bench measured it.")
+        str | None,
+        typer.Option(help="A kind of GPU (H100, 64xA100-40), a cluster profile, or here (bench measures it)."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many. Default: the layout's, or one node.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of --gpus.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many. Default: as --layout needs, or one node.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many, in place of --gpus.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Plan this one, such as fsdp=8,tp=8; one axis may be auto. Default: --search.")
+        str | None, typer.Option(help="Only this one: fsdp=8,tp=8 (one axis may be auto). Default: compare all.")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Compare all layouts and rank them.")] = False,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples of an optimizer step.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Compare all, whatever layout a config names.")] = False,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step, over all GPUs.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples of one forward.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none or full: the blocks' activations again.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Of a pipeline: 1f1b, interleaved-1f1b, zbv, ...")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, or full: computes blocks twice, saves memory.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of a pipeline (pp): 1f1b, zbv, ...")] = None,
     set_: opt.Set = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Of the whole training, as in 15e12: for GPU-hours and energy.")
+        float | None, typer.Option(help="Of the whole training (15e12): its GPU-hours and energy.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="The arithmetic, beside that of courses and papers.")
+        bool, typer.Option("--explain", help="Show the arithmetic, beside that of a course and a paper.")
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Cut the real model without data, and count its memory.")
+        bool, typer.Option("--trace", help="With --layout: count the memory of the real model, too.")
     ] = False,
-    scale: Annotated[str | None, typer.Option(metavar="1..16384", help="Scaling curves over so many GPUs.")] = None,
-    mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node (--scale).")] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="1..16384", help="Scaling curves, from so many GPUs to so many.")
+    ] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="With --scale: hours between failures of a node.")] = None,
     save_seconds: Annotated[
-        float | None, typer.Option(help="A checkpoint stops the training so long (--scale).")
+        float | None, typer.Option(help="With --scale: a checkpoint stops training so long.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A run whose checkpoints were timed (--scale).")
+        Path | None, typer.Option(metavar="RUN", help="With --scale: a run that tells what checkpoints cost.")
     ] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the front, or the curves.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the Pareto front, or the curves of --scale.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> int:
-    """Predict memory, step time and cost of a training, and find the best layout for a cluster.
+    """Predict memory, step time and cost of a training, and find the best layout for a cluster. Starts nothing.
 
-    Exit code 1: it does not fit, or is too close to say.
+    Exit code 0: it fits. 1: it does not, or is too close to say.
     """
     from rich.console import Console as Terminal
 
@@ -75,8 +82,9 @@ def plan_command(
     terminal = Terminal(stderr=as_json, highlight=False)
     opt.check_output("--chart", chart, ".svg")
     check_choice("--recompute", recompute, ("none", "full"))
-    if tokens is not None and tokens <= 0:
-        raise UserError(f"--tokens {tokens:g} is no training", "say how many, as in --tokens 1e12")
+    _check_amount("--tokens", tokens, "say how many, as in --tokens 1e12")
+    _check_amount("--save-seconds", save_seconds, "give seconds above 0")
+    _check_amount("--mtbf-hours", mtbf_hours, "give hours above 0, of one node")
     values = opt.given(
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -86,11 +94,14 @@ def plan_command(
     )
     typed = Typed(model, cluster, gpus, nodes, layout, search, seq, set_ or [], values)
     if scale is not None:
-        costs = _costs(mtbf_hours, save_seconds, run, typed)
-        return _scale(typed, scale, costs, chart, as_json, terminal)
+        sizes = {"--layout": layout, "--gpus": gpus, "--nodes": nodes, "--tokens": tokens}
+        for name, given in {**sizes, "--explain": explain, "--trace": trace, "--search": search}.items():
+            if given:
+                raise UserError(f"{name} is about one size, and --scale goes over many", "leave one of them out")
+        return _scale(typed, scale, (mtbf_hours, save_seconds, run), chart, as_json, terminal)
     for option, value in (("--mtbf-hours", mtbf_hours), ("--save-seconds", save_seconds), ("--run", run)):
         if value is not None:
-            raise UserError(f"{option} is about failures at scale", "say --scale 1..1024 as well")
+            raise UserError(f"{option} goes with --scale", "say that as well, as in --scale 1..1024")
     request = read_request(typed)
     if request.layout is not None:
         if chart is not None:
@@ -98,18 +109,24 @@ def plan_command(
         return _plan_one(request, tokens, explain, trace, as_json, terminal)
     if trace:
         raise UserError("--trace is about one layout", "name it: --trace --layout fsdp=auto")
-    return _search(request, chart, explain, as_json, terminal)
+    return _search(request, tokens, chart, explain, as_json, terminal)
+
+
+def _check_amount(option: str, value: float | None, fix: str) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UserError(f"{option} {value:g} is no amount", fix)
 
 
 def _plan_one(
     request: Request, tokens: float | None, explain: bool, trace: bool, as_json: bool, terminal: Terminal
 ) -> int:
     """One layout, term by term."""
-    from lockstep.planner.checks import check_job, verdict
+    from lockstep.planner.checks import check_job, host_remarks, verdict
     from lockstep.planner.fitting import ways_to_fit
     from lockstep.planner.memory import estimate_memory
     from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
-    from lockstep.planner.show import show_command, show_one, show_remarks, show_ways
+    from lockstep.planner.search_show import show_enough, show_ways
+    from lockstep.planner.show import show_command, show_one, show_remarks
     from lockstep.planner.step_time import estimate_time
 
     job, chosen = _settled(request)
@@ -118,6 +135,7 @@ def _plan_one(
     remarks = [*check_job(job), *request.remarks, *chosen]
     memories, time = estimate_memory(job), estimate_time(job)
     fullest = max(memories, key=lambda memory: memory.total)
+    remarks += host_remarks(job, max(memories, key=lambda memory: memory.host))
     says = verdict(fullest, job.machine.gpu)
     show_one(job, memories, time, tokens, terminal)
     show_remarks(remarks, terminal)
@@ -134,7 +152,7 @@ def _plan_one(
         show_ways(job, ways, time, terminal)
         result["ways"] = [{"change": way.text, **candidate_json(way.candidate)} for way in ways]
         if not ways:
-            result["least_gpus"] = _show_least(request, terminal)
+            result["enough_gpus"] = show_enough(request.base, request.asked, terminal)
         else:
             show_command(ways[0].candidate.job, request.named, terminal, "the first of them")
     if explain:
@@ -174,17 +192,20 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     for one in search(base, request.world_size, asked).fitting:
         with suppress(UserError):
             check_job(one.job)
-            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits: --micro-batch says another"
+            said = f"a micro-batch of {one.job.micro_batch} is the fastest that fits (--micro-batch sets it)"
             return one.job, [said]
     return job, []
 
 
-def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal) -> int:
+def _search(
+    request: Request, tokens: float | None, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal
+) -> int:
     """All layouts, ranked."""
-    from lockstep.planner.checks import check_job
-    from lockstep.planner.results import candidate_json, plan_json
+    from lockstep.planner.checks import check_job, host_remarks
+    from lockstep.planner.results import candidate_json, plan_json, time_json
     from lockstep.planner.search import search
-    from lockstep.planner.show import counted, draw_front, show_command, show_found, show_front, show_remarks, title
+    from lockstep.planner.search_show import draw_front, show_enough, show_found, show_front, show_nothing
+    from lockstep.planner.show import show_command, show_cost, show_remarks, title
 
     found = search(request.base, request.world_size, request.asked)
     terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
@@ -197,19 +218,20 @@ def _search(request: Request, chart: Path | None, explain: bool, as_json: bool, 
     }
     if found.fitting:
         best = found.fitting[0].job
-        remarks += check_job(best)
+        remarks += [*check_job(best), *host_remarks(best, found.fitting[0].memory)]
         show_found(found, terminal)
         show_front(found, terminal)
+        show_cost(best, found.fitting[0].time, tokens, terminal)
         show_remarks(remarks, terminal)
         show_command(best, request.named, terminal)
+        result["time"] = time_json(best, found.fitting[0].time, tokens)
         result["ranked"] = [candidate_json(one) for one in found.best_of_layouts[:50]]
         result["front"] = [candidate_json(one) for one in found.front]
     else:
-        terminal.print("\nnothing fits", style="bold red")
-        terminal.print(counted(found), markup=False, soft_wrap=True)
+        show_nothing(found, request.base, terminal)
         remarks += request.base.machine.warnings
         show_remarks(remarks, terminal)
-        result["least_gpus"] = _show_least(request, terminal)
+        result["enough_gpus"] = show_enough(request.base, request.asked, terminal)
     if explain and found.best_or_least is not None:
         _explain(found.best_or_least, terminal)
     if chart is not None:
@@ -226,38 +248,6 @@ def _explain(job: Job, terminal: Terminal) -> None:
 
     for text in (explain_text(job), course_text()):
         terminal.print(f"\n{text}", markup=False, soft_wrap=True)
-
-
-def _show_least(request: Request, terminal: Terminal) -> int | None:
-    """How many GPUs would do, where these do not."""
-    from dataclasses import replace
-
-    from lockstep.planner.fitting import least_gpus
-
-    machine = request.base.machine
-    found = least_gpus(request.base, replace(request.asked, layout=None))
-    if found is None:
-        terminal.print(
-            f"no number of {machine.gpu.name} holds it: a larger --global-batch or a shorter --seq may help",
-            markup=False,
-            soft_wrap=True,
-        )
-        return None
-    gpus, job = found
-    how = f"--gpus {gpus} --layout {job.layout} --micro-batch {job.micro_batch} --recompute {job.recompute}"
-    terminal.print(
-        f"the smallest number of {machine.gpu.name} on which it fits is {gpus:,}: {how}", markup=False, soft_wrap=True
-    )
-    fewer = least_gpus(request.base, replace(request.asked, layout=None), at_once=True)
-    if fewer is not None and fewer[0] < gpus:
-        few, one = fewer
-        how = f"--gpus {few} --layout {one.layout} --global-batch {one.global_batch} --recompute {one.recompute}"
-        terminal.print(
-            f"with one micro-batch a step, whose gradients are sharded as they come, {few:,} would do: {how}",
-            markup=False,
-            soft_wrap=True,
-        )
-    return gpus
 
 
 def _refuse_trace(request: Request, job: Job) -> None:
@@ -292,12 +282,11 @@ def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
     return {**asdict(traced), "total": traced.total}
 
 
-def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, typed: Typed) -> Costs:
+def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | None, machine: Machine) -> Costs:
     """What is known of failures and saving."""
     from dataclasses import replace
 
     from lockstep.events import read_events
-    from lockstep.planner.machines import find_machine
     from lockstep.planner.scale import Costs, measured_costs
 
     costs = Costs()
@@ -307,19 +296,24 @@ def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | Non
             raise UserError(f"{run} is not a run folder: it has no events.jsonl", "name one, as in --run runs/lm")
         costs = measured_costs(read_events(log), costs, str(run))
     if save_seconds is not None:
-        if save_seconds <= 0:
-            raise UserError(f"--save-seconds {save_seconds:g} is no time", "give seconds above 0")
         costs = replace(costs, save_seconds=save_seconds)
     if mtbf_hours is not None:
-        if mtbf_hours <= 0:
-            raise UserError(f"--mtbf-hours {mtbf_hours:g} is no time", "give hours above 0, of one node")
-        assert typed.cluster is not None
-        costs = replace(costs, gpu_hours_between_failures=mtbf_hours * find_machine(typed.cluster).gpus_per_node)
+        node = (machine.whole or machine).gpus_per_node
+        costs = replace(costs, gpu_hours_between_failures=mtbf_hours * node, failures="--mtbf-hours")
     return costs
 
 
-def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+def _scale(
+    typed: Typed,
+    sizes: str,
+    known: tuple[float | None, float | None, Path | None],
+    chart: Path | None,
+    as_json: bool,
+    terminal: Terminal,
+) -> int:
     """Both scaling curves."""
+    from dataclasses import replace
+
     from lockstep.planner.request import read_request
     from lockstep.planner.results import plan_json, scaling_json
     from lockstep.planner.scale import parse_sizes
@@ -327,20 +321,19 @@ def _scale(typed: Typed, sizes: str, costs: Costs, chart: Path | None, as_json: 
     from lockstep.planner.scale_show import draw_scaling, show_scaling
     from lockstep.planner.show import show_remarks, title
 
-    for option, value in (("--layout", typed.layout), ("--gpus", typed.gpus), ("--nodes", typed.nodes)):
-        if value is not None:
-            raise UserError(f"--scale goes over many sizes, and {option} names one", "leave one of them out")
     counts = parse_sizes(sizes)
     request = read_request(typed, largest=counts[-1])
+    base = replace(request.base, machine=request.base.machine.with_gpus(counts[-1]))
+    costs = _costs(*known, base.machine)
     with terminal.status("searching"):
-        scaling = scaled(request.base, counts, request.asked, costs)
-    terminal.print(title(request.base, counts[-1]), markup=False, soft_wrap=True)
+        scaling = scaled(base, counts, request.asked, costs)
+    terminal.print(title(base, counts[-1]), markup=False, soft_wrap=True)
     show_scaling(scaling, costs, terminal)
-    show_remarks([*request.remarks, *request.base.machine.warnings], terminal)
+    show_remarks([*request.remarks, *base.machine.warnings], terminal)
     if chart is not None:
-        opt.write_output(chart, draw_scaling(scaling, f"{request.base.model.name} on {request.base.machine.gpu.name}"))
+        opt.write_output(chart, draw_scaling(scaling, f"{base.model.name} on {base.machine.gpu.name}"))
         terminal.print(f"curves drawn in {chart}", markup=False, soft_wrap=True)
     if as_json:
-        plan = plan_json(request.base, counts[-1])
+        plan = plan_json(base, counts[-1])
         print(json.dumps({**plan, **scaling_json(scaling)}, allow_nan=False), flush=True)
     return 0 if any(point.best for point in scaling.strong) else 1

@@ -10,10 +10,11 @@ import math
 from functools import cache
 from typing import Literal
 
+from lockstep.amounts import bytes_text
 from lockstep.config import PipelineConfig, Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import check, check_micro_batches
+from lockstep.parallel.timetable import SPLITS_BACKWARD, check, check_micro_batches
 from lockstep.planner.estimate import Memory
 from lockstep.planner.hardware import Gpu, Machine
 from lockstep.planner.job import Job
@@ -146,6 +147,11 @@ def _check_stages(job: Job) -> None:
             f"{many} needs {pp * per_rank} blocks at least, and {job.model.name} has {most}",
             f"use pp={sizes[-1]}{fewer}",
         )
+    if job.compiled and job.schedule in SPLITS_BACKWARD:
+        raise UserError(
+            f"schedule {job.schedule} splits the backward of a block, which compiled code cannot do",
+            "use --set compile=off, or a schedule such as 1f1b or interleaved-1f1b",
+        )
     config = PipelineConfig(schedule=job.schedule, stages_per_rank=per_rank)
     check_micro_batches(config, job.layout, job.global_batch, job.micro_batch, None)
 
@@ -233,6 +239,18 @@ def _remarks(job: Job) -> list[str]:
     elif samples % job.micro_batch:
         told.append(f"the last micro-batch of a rank has {samples % job.micro_batch} samples, not {job.micro_batch}")
     return told
+
+
+def host_remarks(job: Job, memory: Memory) -> list[str]:
+    """What has to be said of the memory of the nodes, where it is known."""
+    machine = job.machine
+    taken = memory.host * machine.gpus_per_node
+    if machine.host_gb is None or taken <= machine.host_gb * 1e9:
+        return []
+    return [
+        f"to write a checkpoint in the background takes {bytes_text(taken)} of a node's memory, and it has "
+        f"{bytes_text(machine.host_gb * 1e9)}: the training will wait until it is written"
+    ]
 
 
 # ---- numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.parallel.timetable import SPLITS_BACKWARD
 from lockstep.planner.estimate import Time
 from lockstep.planner.job import Job
 
@@ -30,8 +31,8 @@ SHARES = {
 COMMUNICATION = ("tensor", "context", "pipeline", "data")
 
 REMEDY = {
-    "memory_bound": "compile fuses them: --set compile=blocks",
-    "launch": "a larger micro-batch or --set compile=blocks starts fewer of them",
+    "memory_bound": "--set compile=blocks fuses them",
+    "launch": "a larger micro-batch (or --set compile=blocks) starts fewer of them",
     "tensor": "a smaller tp, or one that stays inside a node, talks less",
     "context": "a smaller cp talks less",
     "pipeline": "a smaller pp, or larger micro-batches, send fewer messages",
@@ -105,8 +106,10 @@ def _bottleneck(job: Job, time: Time) -> str:
     name = max((name for name in SHARES if name != "compute"), key=shares.__getitem__)
     if shares["compute"] >= 0.5 and shares[name] < 0.15:
         again = ", a quarter of it recomputed" if job.recompute == "full" else ""
-        return f"compute: {_percent(shares['compute'])} of a step is {SHARES['compute']}{again}"
-    return f"{SHARES[name]}: {_percent(shares[name])} of a step; {REMEDY[name]}"
+        return f"{SHARES['compute']}, {_percent(shares['compute'])} of a step{again}"
+    told = f"{SHARES[name]}, {_percent(shares[name])} of a step"
+    cannot_compile = job.compiled or (job.layout.pp > 1 and job.schedule in SPLITS_BACKWARD)
+    return told if name == "memory_bound" and cannot_compile else f"{told}: {REMEDY[name]}"
 
 
 def _percent(share: float) -> str:

@@ -1,9 +1,11 @@
-"""Ways out where a training does not fit: changes after which it does, and the fewest GPUs that would do."""
+"""Ways out where a training does not fit: changes after which it does, and a number of GPUs that would do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
@@ -15,6 +17,9 @@ from lockstep.planner.step_time import estimate_time
 MOST_GPUS = 1 << 20
 MORE_GPUS = tuple(2**power for power in range(1, 11))
 """How many times as many are tried."""
+WAYS = 3
+TRIED_NODES = 64
+"""Up to so many nodes all numbers of them are tried."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Way:
 
 
 def ways_to_fit(job: Job) -> list[Way]:
-    """Up to three changes after which a job fits, each of another kind, the fastest first; more GPUs come last."""
+    """Up to three changes after which a job fits: of different kinds, the fastest first, and then more GPUs."""
     found: dict[str, Candidate] = {}
     for kind, changed in _changes(job):
         if (kind in found and kind != "cut") or not _is_possible(changed):
@@ -39,11 +44,20 @@ def ways_to_fit(job: Job) -> list[Way]:
             found[kind] = candidate
     for best in search(job, job.layout.world_size, quick=True).fitting[:1]:
         found["other"] = best
-    ways = {kind: Way(difference(job, one.job), one) for kind, one in found.items()}
-    more = [ways.pop("more GPUs")] if "more GPUs" in ways else []
-    different = {way.text: way for way in ways.values()}.values()
-    here = sorted(different, key=lambda way: way.candidate.time.total)
-    return [*here[: 3 - len(more)], *more]
+    ways = (Way(difference(job, one.job), one) for one in found.values())
+    different = {way.text: way for way in ways}.values()
+    here = sorted(different, key=lambda way: way.candidate.time.total)[: WAYS - 1]
+    return [*here, *islice(_more_gpus(job), WAYS - len(here))]
+
+
+def _more_gpus(job: Job) -> Iterator[Way]:
+    """The fastest on twice, four, eight times as many GPUs, where anything fits there."""
+    for times in MORE_GPUS:
+        world_size = job.layout.world_size * times
+        with suppress(UserError):  # such a machine cannot be
+            grown = replace(job, machine=job.machine.with_gpus(world_size))
+            for best in search(grown, world_size, quick=True).fitting[:1]:
+                yield Way(difference(job, best.job), best)
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:
@@ -69,11 +83,6 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         for axis in ("tp", "pp", "cp"):
             for times in divisors(layout.data_size)[1:]:
                 yield "cut", _cut_more(one, axis, times)
-    for times in MORE_GPUS:
-        grown = replace(layout, fsdp=layout.fsdp * times)
-        machine = job.machine.with_gpus(grown.world_size)
-        for one in saving:
-            yield "more GPUs", replace(one, layout=grown, machine=machine, zero=3)
 
 
 def _cut_more(job: Job, axis: str, times: int) -> Job:
@@ -113,40 +122,56 @@ def difference(before: Job, after: Job) -> str:
     return ", ".join(told)
 
 
-def least_gpus(base: Job, asked: Asked, at_once: bool = False) -> tuple[int, Job] | None:
-    """The smallest number of GPUs, in whole nodes or even parts of one, on which anything fits, and how.
+@dataclass(frozen=True)
+class Enough:
+    """A number of GPUs on which a training fits."""
 
-    `at_once` gives every rank one sample a step, whatever the batch of `base`: gradients that are not added up over
-    micro-batches are sharded as they come.
+    gpus: int
+    job: Job
+    is_least: bool
+    """Whether all smaller numbers were tried: more GPUs do not always need less memory each."""
+
+
+def enough_gpus(base: Job, asked: Asked, at_once: bool = False) -> Enough | None:
+    """The fewest GPUs, in whole nodes or even parts of one, on which something fits that saves memory, and how.
+
+    Beyond `TRIED_NODES` sizes are doubled, and then halved where that fits as well. `at_once` gives every rank one
+    sample a step, whatever the batch of `base`: gradients that are not added up over micro-batches are sharded as they
+    come.
     """
-    node = base.machine.gpus_per_node
-    for size in divisors(node):
-        if (job := _smallest(base, size, asked, at_once)) is not None:
-            return size, job
-    low, high = 1, 2
-    while (job := _smallest(base, high * node, asked, at_once)) is None:
+    node = (base.machine.whole or base.machine).gpus_per_node
+    for size in (*divisors(node), *(count * node for count in range(2, TRIED_NODES + 1))):
+        if (job := _saving(base, size, asked, at_once)) is not None:
+            return Enough(size, job, is_least=True)
+    low, high = TRIED_NODES, 2 * TRIED_NODES
+    while (job := _saving(base, high * node, asked, at_once)) is None:
         low, high = high, 2 * high
         if high * node > MOST_GPUS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        if (smaller := _smallest(base, middle * node, asked, at_once)) is not None:
+        if (smaller := _saving(base, middle * node, asked, at_once)) is not None:
             high, job = middle, smaller
         else:
             low = middle
-    return high * node, job
+    return Enough(high * node, job, is_least=False)
 
 
-def _smallest(base: Job, world_size: int, asked: Asked, at_once: bool) -> Job | None:
+def _saving(base: Job, world_size: int, asked: Asked, at_once: bool) -> Job | None:
     """A way that fits, tried from the side of the least memory."""
-    one = replace(base, machine=base.machine.with_gpus(world_size))
-    saving = replace(asked, micro_batch=asked.micro_batch or 1, recompute=asked.recompute or "full")
+    try:
+        one = replace(base, machine=base.machine.with_gpus(world_size))
+    except UserError:
+        return None
     for tp, cp, pp in teams(one, world_size):
         data = world_size // (tp * cp * pp)
         if data > base.global_batch or (at_once and pp > 1):
             continue
         job = replace(one, global_batch=data) if at_once else one
-        layout = Layout(pp=pp, fsdp=data, cp=cp, tp=tp)
-        for found in search(job, world_size, replace(saving, layout=layout)).fitting[:1]:
-            return found.job
+        # Many micro-batches of one sample have the fewest activations, a single micro-batch has sharded gradients.
+        sizes = (asked.micro_batch,) if asked.micro_batch else sorted({1, -(-job.global_batch // data)})
+        saving = replace(asked, layout=Layout(pp=pp, fsdp=data, cp=cp, tp=tp), recompute=asked.recompute or "full")
+        for size in sizes:
+            for found in search(job, world_size, replace(saving, micro_batch=size), quick=True).fitting[:1]:
+                return found.job
     return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.comm.model import Link
+from lockstep.errors import UserError
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
@@ -33,6 +34,9 @@ class Gpu:
     """The same of the fastest kernel there is, where that is not the one of version 2."""
     usable: float = 1.0
     """The share of its memory that a process can have (driver and context are off)."""
+    is_cpu: bool = False
+    runs_lockstep: bool = True
+    """False: known for published runs alone."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,51 @@ class Machine:
     """Bandwidth between nodes falls with the number of nodes to the power of this."""
     warnings: tuple[str, ...] = ()
     """What was simplified: unequal nodes count as the smallest."""
+    cards: int | None = None
+    """Network cards of a node; None: one a GPU."""
+    host_gb: float | None = None
+    """Memory of a node beside that of its GPUs, where it is known."""
+    whole: Machine | None = None
+    """Where a part of each node is used: one whole node, to grow from."""
 
     @property
     def gpus(self) -> int:
         """In all."""
         return self.gpus_per_node * self.nodes
 
-    def with_gpus(self, count: int) -> Machine:
-        """The same machine with so many GPUs: part of a node, or whole nodes."""
-        if count <= self.gpus_per_node:
-            return replace(self, nodes=1, gpus_per_node=count)
-        return replace(self, nodes=-(-count // self.gpus_per_node))
+    def with_gpus(self, gpus: int, nodes: int | None = None) -> Machine:
+        """The same machine with so many GPUs: whole nodes, an equal part of each, or a part of one."""
+        whole = self.whole or replace(self, nodes=1)
+        most = whole.gpus_per_node
+        if nodes is None:
+            least = -(-gpus // most)
+            nodes = next((count for count in range(least, 2 * least + 1) if gpus % count == 0), None)
+            if nodes is None:
+                full = gpus // most * most
+                raise UserError(
+                    f"{gpus} GPUs cannot be shared out evenly over nodes of {most}",
+                    f"use {full} or {full + most} GPUs",
+                )
+        elif gpus % nodes or gpus // nodes > most:
+            near = max(1, min(most, round(gpus / nodes))) * nodes
+            raise UserError(f"{gpus} GPUs are not {nodes} equal nodes of at most {most}", f"use {near} GPUs")
+        if nodes > 1 and not self.outside.beta:
+            raise UserError(
+                f"{gpus} GPUs are more than a node of {self.name}, and what is between nodes was not measured",
+                "run lockstep bench on two nodes, or name a GPU of the catalogue",
+            )
+        each = gpus // nodes
+        if each == most:
+            return replace(whole, nodes=nodes)
+        if nodes == 1:
+            return replace(whole, gpus_per_node=each, whole=whole)
+        # A card belongs to a GPU or to several of them: with fewer GPUs than cards, cards are idle.
+        cards = whole.cards or most
+        return replace(
+            whole,
+            nodes=nodes,
+            gpus_per_node=each,
+            outside=replace(whole.outside, beta=whole.outside.beta * cards / min(each, cards)),
+            warnings=(*whole.warnings, f"{each} of the {most} GPUs of each node are used"),
+            whole=whole,
+        )

@@ -32,16 +32,20 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
             f"{asked} were asked for, and lockstep bench measured {ranks} a node on {measured} here",
             "measure as many with lockstep bench --nodes and --nproc, or name a GPU of the catalogue",
         )
-    gpu = _gpu(bench, ranks, known)
-    return Machine(
+    machine = Machine(
         name="here",
-        gpu=_shared(gpu, ranks / each) if bench.device == "cpu" else gpu,
-        gpus_per_node=each,
+        gpu=_gpu(bench, ranks, known),
+        gpus_per_node=ranks,
         nodes=measured,
         inside=_inside(bench),
         outside=_outside(bench, ranks),
         warnings=_warnings(bench),
+        host_gb=memory_here(Path("/"))[0] / 1e9 if bench.device == "cuda" else None,
     )
+    if bench.device == "cpu":
+        return replace(machine, gpu=_shared(machine.gpu, ranks / each), gpus_per_node=each)
+    whole = replace(machine, nodes=1) if each < ranks else None
+    return replace(machine, gpus_per_node=each, whole=whole)
 
 
 def _warnings(bench: Bench) -> tuple[str, ...]:
@@ -85,6 +89,7 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
             watts=0.0,
             idle_watts=0.0,
             source=f"{source}; fp32, and other formats taken to be as fast",
+            is_cpu=True,
         )
     found = known(name)
     if found is None:

@@ -15,6 +15,12 @@ Recompute = Literal["none", "selective", "full"]
 """selective: attention alone, as Megatron does. Lockstep has none and full; the others are for published runs."""
 
 
+def count_micro_batches(global_batch: int, data_ranks: int, micro_batch: int) -> int:
+    """Of a step, on the data rank that has most."""
+    samples = -(-global_batch // data_ranks)
+    return -(-samples // micro_batch)
+
+
 @dataclass(frozen=True)
 class Job:
     """Everything that decides memory and time."""
@@ -47,8 +53,7 @@ class Job:
     @cached_property
     def micro_batches(self) -> int:
         """Of a step, per data rank; the fullest of them where the batch does not divide."""
-        samples = -(-self.global_batch // self.data_size)
-        return -(-samples // self.micro_batch)
+        return count_micro_batches(self.global_batch, self.data_size, self.micro_batch)
 
     @property
     def tokens(self) -> int:

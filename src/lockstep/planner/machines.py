@@ -50,8 +50,9 @@ def find_machine(name: str, nodes: int | None = None, gpus: int | None = None) -
         nodes=1,
         inside=_inside(node["link"], node["link_gb_s"], node.get("reached")),
         outside=network_link(node["network_gb_s"]),
+        cards=node["cards"],
     )
-    return _sized(machine, nodes, count if gpus is None else gpus, node["cards"])
+    return _sized(machine, nodes, count if gpus is None else gpus)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -75,6 +76,8 @@ def find_gpu(name: str) -> Gpu:
         idle_watts=found["watts"] * tables["idle_share"],
         source=found["source"],
         usable=usable,
+        is_cpu=found.get("is_cpu", False),
+        runs_lockstep=found.get("runs_lockstep", True),
     )
 
 
@@ -138,35 +141,10 @@ def network_link(gb_s: float) -> Link:
     return Link(link["alpha"], 1 / (gb_s * 1e9 * link["reached"]))
 
 
-def _sized(machine: Machine, nodes: int | None, gpus: int | None, cards: int) -> Machine:
-    """The machine with so many nodes or GPUs: whole nodes, an equal part of each, or a part of one."""
-    most = machine.gpus_per_node
+def _sized(machine: Machine, nodes: int | None, gpus: int | None) -> Machine:
     if gpus is None:
         return replace(machine, nodes=nodes or machine.nodes)
-    if nodes is None:
-        least = -(-gpus // most)
-        nodes = next((count for count in range(least, 2 * least + 1) if gpus % count == 0), None)
-        if nodes is None:
-            whole = gpus // most * most
-            raise UserError(
-                f"{gpus} GPUs cannot be shared out evenly over nodes of {most}", f"use {whole} or {whole + most} GPUs"
-            )
-    elif gpus % nodes or gpus // nodes > most:
-        near = max(1, min(most, round(gpus / nodes))) * nodes
-        raise UserError(f"{gpus} GPUs are not {nodes} equal nodes of at most {most}", f"use {near} GPUs")
-    each = gpus // nodes
-    if nodes == 1 or each == most:
-        return replace(machine, nodes=nodes, gpus_per_node=each)
-    # A card belongs to a GPU or to several of them: with fewer GPUs than cards, cards are idle.
-    idle = min(each, cards) / cards
-    note = f"{each} of the {most} GPUs of each node are used"
-    return replace(
-        machine,
-        nodes=nodes,
-        gpus_per_node=each,
-        outside=replace(machine.outside, beta=machine.outside.beta / idle),
-        warnings=(*machine.warnings, note),
-    )
+    return machine.with_gpus(gpus, nodes)
 
 
 # ---- Cluster profiles
@@ -174,6 +152,11 @@ def _sized(machine: Machine, nodes: int | None, gpus: int | None, cards: int) ->
 
 def _of_cluster(cluster: Cluster, nodes: int | None, gpus: int | None) -> Machine:
     """The machine that a profile describes; kinds of nodes that differ count as the smallest of each number."""
+    if cluster.node == Node():
+        raise UserError(
+            f"the profile {cluster.name} does not say what its nodes are made of",
+            'describe one: [node] with gpus = 4 and gpu = "A100-40", or cpus = 64',
+        )
     kinds = [cluster.node, *cluster.nodes]
     machines = [_of_node(cluster.name, kind) for kind in kinds]
     if nodes is None:
@@ -188,7 +171,7 @@ def _of_cluster(cluster: Cluster, nodes: int | None, gpus: int | None) -> Machin
             f"{smallest.gpu.name} with {smallest.gpu.memory_gb:g} GB, the least of each"
         )
         smallest = replace(smallest, warnings=(*smallest.warnings, note))
-    return _sized(smallest, nodes, gpus, smallest.gpus_per_node)
+    return _sized(smallest, nodes, gpus)
 
 
 def _of_node(name: str, node: Node) -> Machine:
@@ -215,7 +198,8 @@ def _of_node(name: str, node: Node) -> Machine:
     alike = kind == usual["link"] or {kind, usual["link"]} == {"nvlink", "nvswitch"}
     reached = usual.get("reached", _tables()["link"][usual["link"]]["reached"]) if alike else None
     inside = _inside(kind, node.gpu_link_gb_s or usual["link_gb_s"], reached)
-    return Machine(name, gpu, node.gpus or 1, 1, inside, network_link(network), warnings=tuple(warnings))
+    host = float(node.memory_gb) if node.memory_gb and node.gpus else None
+    return Machine(name, gpu, node.gpus or 1, 1, inside, network_link(network), warnings=tuple(warnings), host_gb=host)
 
 
 def _numbers(machine: Machine) -> tuple[object, ...]:
@@ -238,6 +222,7 @@ def _smaller(a: Machine, b: Machine) -> Machine:
         inside=max(a.inside, b.inside, key=lambda link: link.beta),
         outside=max(a.outside, b.outside, key=lambda link: link.beta),
         warnings=tuple(dict.fromkeys((*a.warnings, *b.warnings))),
+        host_gb=min(a.host_gb, b.host_gb) if a.host_gb and b.host_gb else None,
     )
 
 

@@ -19,6 +19,7 @@ from lockstep.planner.machines import find_machine
 from lockstep.planner.model import Model
 from lockstep.planner.models import find_model
 from lockstep.planner.search import Asked, Zero
+from lockstep.planner.settings import PLACEHOLDER
 from lockstep.recipes.catalog import RECIPES
 
 USUAL_TOKENS = ((1e9, 0.5e6), (2e10, 2e6), (2e11, 4e6), (float("inf"), 16e6))
@@ -107,7 +108,7 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         layout=layout or Layout(),
         global_batch=_batch(resolved.config, layout),
         micro_batch=1,
-        sequence_parallel=said.get("tensor.sequence", "auto") != "off" and not _is_cpu(machine),
+        sequence_parallel=_cuts_tokens(said.get("tensor.sequence", "auto"), machine),
         precision=_precision(resolved, is_recipe, machine),
         flash=said.get("attention") != "math",
         compiled=said.get("compile", "off") != "off",
@@ -118,9 +119,9 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
         remarks.append(f"a plan does not depend on {', '.join(unread)}")
     if "global_batch" not in said and "batch_per_device" not in said and not is_recipe:
         what = f"{base.tokens / 1e6:.3g} million tokens" if model.sequence > 1 else f"{USUAL_SAMPLES} a GPU"
-        remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed: --global-batch")
+        remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed (--global-batch sets it)")
     asked = _asked(dict(cfg.flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
-    named = typed.model if is_recipe else "CONFIG.toml"
+    named = typed.model if is_recipe else PLACEHOLDER
     return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))
 
 
@@ -129,6 +130,10 @@ def _machine(typed: Typed, told: Mapping[str, Any]) -> Machine:
     if typed.cluster is None:
         raise UserError("--cluster is missing", "name what is planned for, as in --cluster 64xH100, A100-40 or here")
     machine = find_machine(typed.cluster, typed.nodes, typed.gpus)
+    if not machine.gpu.runs_lockstep:
+        raise UserError(
+            f"Lockstep does not run on {machine.gpu.name}", "name a GPU, as in --cluster H100, or laptop-cpu"
+        )
     text = typed.layout or told.get("layout")
     if text and text != AUTO and not typed.search and typed.gpus is None and typed.nodes is None:
         layout = Layout.parse(text)
@@ -228,8 +233,9 @@ def _asked(said: Mapping[str, Any], base: Job, layout: Layout | None) -> Asked:
     return asked
 
 
-def _is_cpu(machine: Machine) -> bool:
-    return "cpu" in machine.gpu.name.lower()
+def _cuts_tokens(asked: str, machine: Machine) -> bool:
+    """As `train` has it: on GPUs unless it is said otherwise."""
+    return asked == "on" or (asked == "auto" and not machine.gpu.is_cpu)
 
 
 def check_choice(option: str, value: str | None, options: Sequence[str]) -> None:

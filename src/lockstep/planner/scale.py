@@ -20,11 +20,13 @@ GPU_HOURS_BETWEEN_FAILURES = 54 * 24 / 419 * 16384
 The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4.
 """
 
-NODE_WRITES_GB_S = 2000 / 2048
-"""What a node of 8 GPUs can write for a long time: 2 TB/s for 16,384 H100 (the same paper, section 3.3.1)."""
+GPU_WRITES_GB_S = 2000 / 16384
+"""A GPU's share of what storage takes for a long time: 2 TB/s for 16,384 H100 (the same paper, section 3.3.1)."""
 
 BYTES_SAVED = 12
 """Of a parameter: the weight and Adam's two averages, in fp32."""
+
+LLAMA = "Llama 3's training"
 
 RESTART_SECONDS = 300.0
 """From a failure to the first step after it: assumed. A run's own is in its `recovered` events."""
@@ -72,7 +74,7 @@ def goodput(interval: float, save: float, restart: float, between_failures: floa
     if math.isinf(between_failures):
         return interval / (interval + save)
     exponent = (interval + save) / between_failures
-    if exponent > 500:
+    if exponent + restart / between_failures > 500:
         return 0.0
     whole = between_failures * math.exp(restart / between_failures) * math.expm1(exponent)
     return interval / whole
@@ -83,20 +85,24 @@ class Costs:
     """What is known of failures and saving, for a machine of any size."""
 
     gpu_hours_between_failures: float = GPU_HOURS_BETWEEN_FAILURES
-    node_gb_s: float = NODE_WRITES_GB_S
+    node_gb_s: float | None = None
+    """What a node writes, where that was measured; None: as many times `GPU_WRITES_GB_S` as it has GPUs."""
     waited: float = 1.0
     """The share of a save for which the training waits."""
     restart: float = RESTART_SECONDS
     save_seconds: float | None = None
     """Of any size: stated by the user."""
-    source: str = "published figures of Llama 3's training"
+    source: str = LLAMA
+    """Of what is known of saving."""
+    failures: str = LLAMA
 
     def saving(self, parameters: int, machine: Machine) -> Saving:
         """For a model on a machine."""
         size = BYTES_SAVED * parameters
         save = self.save_seconds
         if save is None:
-            save = self.waited * size / (self.node_gb_s * 1e9 * machine.nodes)
+            each = GPU_WRITES_GB_S * machine.gpus_per_node if self.node_gb_s is None else self.node_gb_s
+            save = self.waited * size / (each * 1e9 * machine.nodes)
         return Saving(save, self.restart, self.gpu_hours_between_failures * 3600 / machine.gpus)
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lockstep.amounts import seconds_text
 from lockstep.charts import Series, line_chart, terminal_chart
-from lockstep.planner.scale import Costs, Point, Scaling
+from lockstep.planner.scale import GPU_WRITES_GB_S, Costs, Point, Scaling
 from lockstep.planner.show import count_text, percent, print_whole, schedule_text
 
 
@@ -85,7 +85,8 @@ def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
     if not rates:
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("GPUs", "a failure every", "a save", "save every", "goodput", "tokens/s that stay"):
+    unit = next(point.figures.item for point in scaling.strong if point.figures)
+    for head in ("GPUs", "a failure every", "a save", "save every", "goodput", f"useful {unit}/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for gpus, saving in scaling.savings.items():
         if gpus not in rates:
@@ -100,12 +101,13 @@ def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
         )
     terminal.print("\ncheckpoints: how often (Daly), and what failures leave (strong scaling)", style="bold")
     print_whole(table, terminal)
-    writes = f"a node writes {costs.node_gb_s:.3g} GB/s, and training waits for {percent(costs.waited)} of it"
+    speed = f"{GPU_WRITES_GB_S:.2g} GB/s a GPU" if costs.node_gb_s is None else f"{costs.node_gb_s:.3g} GB/s a node"
+    writes = f"saves are written at {speed}, and training waits {percent(costs.waited)} of that time ({costs.source})"
     if costs.save_seconds is not None:
-        writes = f"a save stops the training for {seconds_text(costs.save_seconds)}"
+        writes = f"a save stops the training for {seconds_text(costs.save_seconds)} (--save-seconds)"
     terminal.print(
-        f"a GPU fails every {costs.gpu_hours_between_failures:,.0f} hours; {writes}; {seconds_text(costs.restart)} "
-        f"until it goes on ({costs.source})",
+        f"one GPU alone would fail every {costs.gpu_hours_between_failures:,.0f} hours ({costs.failures}); {writes}; a "
+        f"restart takes {seconds_text(costs.restart)}",
         style="dim",
         markup=False,
         soft_wrap=True,

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.config import Schedule
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import ONE_STAGE, V_SHAPED
+from lockstep.parallel.timetable import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED
 from lockstep.planner.checks import (
     context_fits,
     divisors,
@@ -24,7 +24,7 @@ from lockstep.planner.checks import (
     verdict,
 )
 from lockstep.planner.estimate import Memory, Time
-from lockstep.planner.job import Job, Recompute
+from lockstep.planner.job import Job, Recompute, count_micro_batches
 from lockstep.planner.memory import estimate_memory
 from lockstep.planner.step_time import estimate_time
 
@@ -121,12 +121,12 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
     `quick` tries what is mostly best: dp or fsdp alone, all of it sharded, and three schedules.
     """
     if quick:
-        asked = replace(asked, zero=3)
+        asked = replace(asked, zero=asked.zero or 3)
     found = Found()
     for layout in _layouts(base, world_size, asked, found, quick):
         sizes = (asked.micro_batch,) if asked.micro_batch else powers(base.global_batch // layout.data_size)
         for zero, (schedule, stages) in _ways(base, layout, asked, quick):
-            counts = {size: _count(base.global_batch, layout.data_size, size) for size in sizes}
+            counts = {size: count_micro_batches(base.global_batch, layout.data_size, size) for size in sizes}
             possible = [
                 size
                 for size in sizes
@@ -184,12 +184,6 @@ def _changed(job: Job, **changes: Any) -> Job:
     found.__dict__.update(job.__dict__, **changes)
     found.__dict__.pop("micro_batches", None)
     return found
-
-
-def _count(global_batch: int, ranks: int, micro_batch: int) -> int:
-    """Micro-batches of the data rank that has most."""
-    samples = -(-global_batch // ranks)
-    return -(-samples // micro_batch)
 
 
 def fullest(job: Job) -> Memory:
@@ -251,6 +245,8 @@ def _schedules(base: Job, pp: int, asked: Asked, quick: bool) -> Iterator[tuple[
         yield "1f1b", 1
         return
     for schedule in (asked.schedule,) if asked.schedule else QUICK if quick else get_args(Schedule):
+        if base.compiled and schedule in SPLITS_BACKWARD:
+            continue
         usual = (1,) if schedule in ONE_STAGE else (2,) if schedule in V_SHAPED else STAGES_PER_RANK
         for stages in (asked.stages_per_rank,) if asked.stages_per_rank else usual:
             if pp * stages <= most_stages(base.model) and _can_have(schedule, stages):

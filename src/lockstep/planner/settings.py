@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from lockstep.planner.job import Job
 
+PLACEHOLDER = "CONFIG.toml"
+"""What `train` is told to train where the model of a plan is no recipe and no config."""
+
 
 def settings(job: Job) -> dict[str, str]:
     """Config keys and their values as `--set` takes them; what the layout leaves without meaning is left out."""

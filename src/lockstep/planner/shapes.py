@@ -51,7 +51,7 @@ def build(described: Described, sequence: int | None) -> Model:
     if 0 < shape.positions < tokens:
         raise UserError(
             f"{described.name} has {shape.positions} learned positions, and samples of {tokens} tokens were asked for",
-            f"use at most {shape.positions} tokens, or set positions={tokens}",
+            f"use at most {shape.positions} tokens, or --set positions={tokens}",
         )
     model = transformer(described.name, shape, tokens)
     parts = []
