@@ -23,7 +23,7 @@ from lockstep.planner.transformer import transformer
 
 HIDDEN, VOCABULARY, TOKENS, LAYERS = 1024, 2048, 64, 2
 SHAPE = Shape(LAYERS, HIDDEN, 8, 4096, VOCABULARY, gated=True, tied=False, biases=False, norm="rms")
-GPU = Gpu("some", {"bf16": 1.0, "fp32": 1.0}, 1.0, 80.0, 1000.0, 100, 100.0, 10.0, "a test")
+GPU = Gpu("some", {"bf16": 1.0, "fp32": 1.0}, 1.0, 80.0, 1000.0, 100, 100.0, 10.0, "a test", is_cpu=True)
 BLOCK = 4 * HIDDEN**2 + 3 * 4096 * HIDDEN + 2 * HIDDEN
 ENDS = 2 * VOCABULARY * HIDDEN + HIDDEN
 

@@ -31,6 +31,7 @@ class Gpu:
     """The share of the speed of products that the forward of a flash attention kernel reaches with long heads."""
     usable: float = 1.0
     """The share of its memory that a process can have (driver and context are off)."""
+    is_cpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
             watts=0.0,
             idle_watts=0.0,
             source=f"{source}; fp32, and other formats taken to be as fast",
+            is_cpu=True,
         )
     found = known(name)
     if found is None:

@@ -74,6 +74,7 @@ def find_gpu(name: str) -> Gpu:
         idle_watts=found["watts"] * tables["idle_share"],
         source=found["source"],
         usable=usable,
+        is_cpu=found.get("is_cpu", False),
     )
 
 

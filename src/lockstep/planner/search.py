@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.config import Schedule
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import ONE_STAGE, V_SHAPED
+from lockstep.parallel.timetable import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED
 from lockstep.planner.checks import (
     context_fits,
     divisors,
@@ -243,7 +243,9 @@ def _ways(base: Job, layout: Layout, asked: Asked, quick: bool) -> Iterator[tupl
     schedules = list(_schedules(base, layout.pp, asked, quick))
     for zero in levels:
         for schedule in schedules:
-            yield zero, schedule
+            # As zero2, which is tried as well.
+            if len(levels) == 1 or zero < 3 or schedule[0] not in SPLITS_BACKWARD:
+                yield zero, schedule
 
 
 def _schedules(base: Job, pp: int, asked: Asked, quick: bool) -> Iterator[tuple[Schedule, int]]:
