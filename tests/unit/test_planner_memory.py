@@ -162,7 +162,7 @@ def test_what_splits_its_backward_keeps_the_weights_gathered() -> None:
 
 
 def test_dropout_of_attention_writes_scores_down_where_ranks_share_them() -> None:
-    """Of 32 bits: softmax and a mask for all ranks; of 16: what is left of the softmax."""
+    """Of 32 bits: softmax and a mask for all ranks; of 16: what is left of the softmax, and masks at residuals."""
     own = 64 * 2048**2 * 4 / 8
     grown = {}
     for dropout in (True, False):
@@ -172,7 +172,7 @@ def test_dropout_of_attention_writes_scores_down_where_ranks_share_them() -> Non
             for layers in (48, 49)
         ]
         grown[dropout] = sizes[1] - sizes[0]
-    masks = 2 * 2048 * 4 * 6144 / 8
+    masks = 2 * 2048 * 4 * 6144 * 2
     assert grown[True] - grown[False] == pytest.approx(own * (4 + 2 + 4 * 8) + masks)
     assert job(layout="fsdp=8", stack="lockstep").uses_flash
     assert job(stack="megatron").uses_flash

@@ -149,7 +149,7 @@ def test_what_cannot_be_traced_is_refused_by_name(layout: str, changes: dict[str
 
 def test_an_rms_norm_keeps_on_a_gpu_what_its_kernel_keeps() -> None:
     many = job("single", global_batch=64, micro_batch=64)
-    of_a_gpu = replace(many.machine, gpu=replace(GPU, tflops={"bf16": 2.0, "fp32": 1.0}))
+    of_a_gpu = replace(many.machine, gpu=replace(GPU, is_cpu=False))
     stepwise, fused = trace_memory(many), trace_memory(replace(many, machine=of_a_gpu))
     # On a CPU it keeps what it divided, too, before the weight is multiplied with it.
     saved = (2 * LAYERS + 1) * 4 * 64 * TOKENS * HIDDEN

@@ -111,12 +111,15 @@ class AbsentWorld(Comm):
         return {self.mesh.get_group(axis).group_name: axis for axis in names if self.mesh is not None}
 
 
+IN_FP32 = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.softmax, torch.softmax, torch.Tensor.softmax)
+
+
 class KernelsOfGpus(TorchFunctionMode):
     """Norms and attention keep what they keep on a GPU.
 
-    Norms are computed by one kernel, and under autocast (`in_fp32`) in fp32: autocast on CPUs has another list
-    (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there. The flash kernel of a GPU can drop, that of
-    a CPU cannot; what it keeps is the same with dropout and without.
+    Norms are computed by one kernel, and like softmax under autocast (`in_fp32`) in fp32: autocast on CPUs has another
+    list (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there. The flash kernel of a GPU can drop,
+    that of a CPU cannot; what it keeps is the same with dropout and without.
     """
 
     def __init__(self, in_fp32: bool) -> None:
@@ -128,13 +131,14 @@ class KernelsOfGpus(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
             return func(**{**given, **kwargs, "dropout_p": 0.0})
-        if func not in (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm):
+        if func not in IN_FP32:
             return func(*args, **kwargs)
         if self._in_fp32:
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        weight = args[2] if len(args) > 2 else kwargs.get("weight")
-        if func in (F.rms_norm, torch.rms_norm) and weight is not None:
-            return FusedRmsNorm.apply(args[0], weight)
+        if func in (F.rms_norm, torch.rms_norm):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if weight is not None:
+                return FusedRmsNorm.apply(args[0], weight)
         return func(*args, **kwargs)
 
 

@@ -45,14 +45,20 @@ class Rank:
     rounds: bool
     """Autocast: what products read is rounded to 16 bits for them."""
     whole_gradients: bool
+    kept: float
+    """Bytes of one sample that a block keeps from its forward to its backward."""
+    live: float
+    """And those beside, while it is gone back through."""
 
 
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
     """One estimate for every rank of a pipeline that may be the fullest, and for the last one."""
     stack = STACKS.get(job.stack) or find_stack(job.stack)
     cut = stages_of_job(job, stack)
+    width = FORMATS[job.precision]
+    block = _kept(job, stack, job.model.blocks, width), _live_block(job, stack, job.model.blocks, width)
     return tuple(
-        _at_the_peak(job, stack, _rank(job, stack, number, cut.blocks[number], number == cut.head))
+        _at_the_peak(job, stack, _rank(job, stack, number, cut.blocks[number], number == cut.head, block))
         for number in cut.differing
     )
 
@@ -99,7 +105,7 @@ def logit_bytes(job: Job, stack: Stack) -> float:
     return stack.cut_logits + (stack.rounded_logits if FORMATS[job.precision] == 2.0 else 0.0)
 
 
-def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool) -> Rank:
+def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool, block: tuple[float, float]) -> Rank:
     layout, model, zero = job.layout, job.model, job.effective_zero
     ends, head_weights = model.end_parameters(number == 0, has_last, layout.tp)
     block_parameters = model.blocks.parameters - model.blocks.cut_parameters * (1 - 1 / layout.tp)
@@ -120,6 +126,8 @@ def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool) -> R
         width=width,
         rounds=stack.casts_weights and width == 2.0,
         whole_gradients=zero < 2 or (stack.accumulates_whole and accumulates),
+        kept=block[0],
+        live=block[1],
     )
 
 
@@ -132,7 +140,7 @@ def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
     gathered, one_block = _gathered(job, stack, rank)
     activations = _waiting(job, stack, rank)
     logits, head, loss = _loss(job, stack, rank)
-    live = _live_block(job, stack, job.model.blocks, rank.width) * rank.samples
+    live = rank.live * rank.samples
     if rank.rounds and job.recompute == "full":
         live += 2.0 * rank.block_parameters
     if loss + head > live + one_block:
@@ -167,15 +175,16 @@ def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
 
 def _waiting(job: Job, stack: Stack, rank: Rank) -> float:
     """Bytes of activations that wait for their backward, of all micro-batches in flight, those of the head apart."""
-    found = rank.blocks * _kept(job, stack, job.model.blocks, rank.width) * rank.samples
+    found = rank.blocks * rank.kept * rank.samples
     if rank.has_first:
         found += rank.samples * _edge(job, stack, job.model.first, rank.width)
     if rank.rounds and job.recompute != "full":
         # Every forward makes its own copies; a block that recomputes itself makes them again.
         found += 2.0 * rank.blocks * rank.block_parameters
-    return rank.flights * found + _heads_waiting(job, rank) * rank.samples * _edge(
-        job, stack, job.model.last, rank.width
-    )
+    found *= rank.flights
+    if heads := _heads_waiting(job, rank):
+        found += heads * rank.samples * _edge(job, stack, job.model.last, rank.width)
+    return found
 
 
 def _heads_waiting(job: Job, rank: Rank) -> int:
@@ -242,12 +251,16 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
     if stack.casts_weights and width == 2.0:
         # Norms write 32 bits, and every product that reads them rounds a copy for itself.
         kept += (block.readers - 2) * block.border * width
+    dropped = job.model.shape is not None and job.model.shape.dropout
+    if dropped and stack.drops_for_all_ranks and tp * job.layout.cp > 1:
+        # Two masks, of numbers and not of bits, for all tokens.
+        kept += 2 * block.border * (width * job.layout.cp - 1 / rows)
     if block.attention:
         if stack.gathers_keys:
             # A sample is counted cp times smaller here, and all of its keys and values are there.
             whole = 2 * block.attention.kv_heads * block.attention.head_dim * block.attention.tokens * width
             kept += whole * (job.layout.cp - 1) / tp
-        if not job.uses_flash and (job.recompute == "none" or stack.scores_by_hand):
+        if not job.uses_flash and (job.recompute == "none" or stack.drops_for_all_ranks):
             kept += _scores(job, stack, block.attention, width)
     return kept
 
@@ -257,7 +270,7 @@ def _scores(job: Job, stack: Stack, attention: Attention, width: float) -> float
     tp, cp = job.layout.tp, job.layout.cp
     dropped = job.model.shape is not None and job.model.shape.dropout
     own = attention.scores / cp / tp
-    if not stack.scores_by_hand:
+    if not stack.drops_for_all_ranks:
         return own * (2 * width + 1 if dropped else width)
     if not dropped:
         return own * 4.0

@@ -69,8 +69,8 @@ class Stack:
     """The cp axis shards states too."""
     gathers_keys: bool = False
     """With cp, every block keeps the keys and values of whole samples; else those of the rank's own tokens."""
-    scores_by_hand: bool = False
-    """Attention without flash computes in 32 bits, and with tp or cp its dropout is drawn for all ranks at once."""
+    drops_for_all_ranks: bool = False
+    """With tp or cp dropout is drawn for all ranks at once; and attention without flash computes in 32 bits."""
     sums_shards_over_context: bool = False
     """Gradients that fsdp has sharded are summed over cp, in one buffer."""
     fragments: float = 0.0
@@ -106,7 +106,7 @@ STACKS = {
             gathered_inputs=2.0,
             cut="late",
             gathers_keys=True,
-            scores_by_hand=True,
+            drops_for_all_ranks=True,
             sums_shards_over_context=True,
             fragments=0.05,
             base=0.1e9,
