@@ -187,8 +187,9 @@ def test_with_cp_keys_and_values_are_whole_and_gradients_stay() -> None:
 
     alone, shared = (activations(layout, 49) - activations(layout, 48) for layout in ("single", "cp=4"))
     weights = 2 * (12 * 6144**2 + 13 * 6144)  # rounded, on every rank
-    whole = 2 * 6144 * 2048 * 4 * 2
-    assert shared - weights == pytest.approx((alone - weights) / 4 + whole * 3 / 4)
+    keys = 2 * 6144 * 2048 * 4 * 2
+    mixed = 6144 * 2048 * 4 * 2 / 4  # by attention to each of two chunks
+    assert shared - weights == pytest.approx((alone - weights) / 4 + keys + mixed)
     assert estimate_memory(job(shape, "cp=4", stack="lockstep"))[0].shared == 0, "in buckets"
     assert estimate_memory(job(shape, "cp=2,fsdp=4", stack="lockstep", zero=3))[0].shared > 0
 

@@ -256,13 +256,21 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
         # Two masks, of numbers and not of bits, for all tokens.
         kept += 2 * block.border * (width * job.layout.cp - 1 / rows)
     if block.attention:
-        if stack.gathers_keys:
-            # A sample is counted cp times smaller here, and all of its keys and values are there.
-            whole = 2 * block.attention.kv_heads * block.attention.head_dim * block.attention.tokens * width
-            kept += whole * (job.layout.cp - 1) / tp
+        if stack.gathers_keys and job.layout.cp > 1:
+            kept += _whole_keys(job, block.attention, width)
         if not job.uses_flash and (job.recompute == "none" or stack.drops_for_all_ranks):
             kept += _scores(job, stack, block.attention, width)
     return kept
+
+
+def _whole_keys(job: Job, attention: Attention, width: float) -> float:
+    """Bytes that cp adds to a sample's part on a rank, which is counted as 1/cp of one."""
+    keys = 2 * attention.kv_heads * attention.head_dim * attention.tokens
+    # One product for queries, keys and values keeps the rank's own keys alive beside the gathered ones.
+    has_own = job.model.shape is None or job.model.shape.fused
+    # Both chunks of a causal sequence are kept by attention, and once more when they are put together.
+    mixed = attention.heads * attention.head_dim * attention.tokens if attention.causal else 0
+    return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * width / job.layout.tp
 
 
 def _scores(job: Job, stack: Stack, attention: Attention, width: float) -> float:
