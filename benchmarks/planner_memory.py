@@ -71,6 +71,7 @@ CELLS = [
     Cell("cp=2"),
     Cell("cp=2,fsdp=2"),
     Cell("pp=2", micro_batches=4),
+    Cell("pp=2,fsdp=2", micro_batches=4),
     Cell("pp=2", precision="bf16", micro_batches=4),
 ]
 

@@ -208,14 +208,16 @@ def _gathered(job: Job, stack: Stack, rank: Rank) -> tuple[float, float]:
     """Bytes gathered, on their way to other ranks or from them; and those beside while a block is gone back through."""
     layout, zero = job.layout, job.effective_zero
     found = one_block = 0.0
+    # A pipeline that accumulates whole gradients sums them when all activations are gone.
+    summed = 0.0 if stack.accumulates_whole and layout.pp > 1 else stack.summed
     if zero == 3 and rank.shards > 1:
         # What is outside of blocks stays, and while the loss is gone back through the last block is gathered.
         found = stack.gathered * (rank.ends + rank.block_parameters)
         # Later there are the present block and the next, its gradients, and what is sent.
-        one_block = (2 * stack.gathered + stack.gathered + stack.summed) * rank.block_parameters
+        one_block = (2 * stack.gathered + stack.gathered + summed) * rank.block_parameters
     elif zero == 2 and rank.shards > 1:
         found = stack.gathered * rank.own if stack.gathers_for_zero2 else 0.0
-        one_block = (stack.gathered + stack.summed) * rank.block_parameters
+        one_block = (stack.gathered + summed) * rank.block_parameters
     elif layout.dp * rank.shards > 1:
         found = stack.buckets * rank.own
     if layout.pp > 1:
