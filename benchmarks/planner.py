@@ -25,7 +25,8 @@ import numpy as np
 
 from lockstep import charts, svg
 from lockstep.errors import UserError
-from lockstep.planner.memory import estimate_memory, fits
+from lockstep.planner.checks import verdict
+from lockstep.planner.memory import estimate_memory
 from lockstep.planner.published import Case, read_cases
 from lockstep.planner.speeds import Speeds, speeds_of
 from lockstep.planner.step_time import estimate_time
@@ -148,7 +149,8 @@ def memory_ratio(case: Case) -> float:
 def said_to_fit(case: Case) -> bool:
     """What `lockstep plan` would say."""
     assert case.job is not None
-    return fits(case.job, estimate_memory(case.job))
+    gpu = case.job.machine.gpu
+    return all(verdict(memory, gpu) == "fits" for memory in estimate_memory(case.job))
 
 
 def cell(case: Case) -> str:

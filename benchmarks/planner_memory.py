@@ -68,7 +68,10 @@ CELLS = [
     Cell("fsdp=2", zero=2, precision="bf16"),
     Cell("tp=2"),
     Cell("tp=2", precision="bf16"),
+    Cell("cp=2"),
+    Cell("cp=2,fsdp=2"),
     Cell("pp=2", micro_batches=4),
+    Cell("pp=2,fsdp=2", micro_batches=4),
     Cell("pp=2", precision="bf16", micro_batches=4),
 ]
 
@@ -107,7 +110,7 @@ SIZES = {
 def job_of(cell: Cell, size: Size, device: str) -> Job:
     """The cell as the planner sees it."""
     layout = Layout.parse(cell.layout)
-    gpu = Gpu(device, {"fp32": 1.0, "bf16": 1.0}, 1.0, 100.0, 100.0, 1, 1.0, 1.0, "not asked")
+    gpu = Gpu(device, {"fp32": 1.0, "bf16": 1.0}, 1.0, 100.0, 100.0, 1, 1.0, 1.0, "not asked", is_cpu=device == "cpu")
     link = Link(1e-5, 1e-9)
     return Job(
         model=transformer("gpt2", size.shape(), size.context),

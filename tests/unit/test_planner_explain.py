@@ -8,11 +8,11 @@ import pytest
 
 from lockstep.comm.model import Link
 from lockstep.layout import Layout
-from lockstep.planner.explain import GPT2_XL, course_text, explain_text, gpt2_rows, model_rows, zero_rows
+from lockstep.planner.explain import course_text, explain_text, gpt2_rows, model_rows, zero_rows
 from lockstep.planner.hardware import Gpu, Machine
 from lockstep.planner.job import Job
 from lockstep.planner.memory import estimate_memory
-from lockstep.planner.transformer import transformer
+from lockstep.planner.models import find_model
 
 
 def test_zero_table_is_the_papers() -> None:
@@ -44,9 +44,9 @@ def test_ours_counts_what_the_course_leaves_out() -> None:
 def test_the_terms_of_a_job_add_up_to_its_sum() -> None:
     gpu = Gpu("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
     machine = Machine("one node", gpu, 8, 1, Link(1e-5, 1e-11), Link(1e-5, 1e-10))
-    job = Job(transformer("gpt2-xl", GPT2_XL, 1024), machine, Layout(pp=2, fsdp=4), 64, 4)
+    job = Job(find_model("gpt2-xl", 1024, {"dropout": False}), machine, Layout(pp=2, fsdp=4), 64, 4)
     text = explain_text(job)
-    for memory, part in zip(estimate_memory(job), text.split("pipeline stage")[1:], strict=True):
+    for memory, part in zip(estimate_memory(job), text.split("pipeline rank")[1:], strict=True):
         *terms, total, _ = (float(number) for number in re.findall(r"(-?[\d.]+) GB  ", part))
         assert sum(terms) == pytest.approx(total, abs=0.01)
         assert total == pytest.approx(memory.total / 1e9, abs=0.001)

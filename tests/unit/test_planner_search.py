@@ -37,7 +37,7 @@ def test_the_fastest_is_the_one_that_trying_everything_finds(samples: int) -> No
 
 
 def choices(job: Job) -> tuple[object, ...]:
-    return (job.layout, job.micro_batch, job.recompute, job.zero, job.schedule, job.stages_per_rank)
+    return (job.layout, job.micro_batch, job.recompute, job.effective_zero, job.schedule, job.stages_per_rank)
 
 
 def everything(start: Job, gpus: int) -> list[Job]:

@@ -20,8 +20,6 @@ from lockstep.planner.speeds import SPEEDS, Speeds, speeds_of
 from lockstep.planner.stacks import find_stack
 from lockstep.planner.step_time import (
     DEPTH,
-    Work,
-    _slowest_stage,
     collective_seconds,
     estimate_time,
     fill,
@@ -190,14 +188,6 @@ def test_the_bubble_of_equal_stages_is_one_stage_for_every_other_one():
     assert times[8].bubble == pytest.approx(times[16].bubble), "it does not grow with the micro-batches"
     halved = estimate_time(job("pp=8", global_batch=8, schedule="interleaved-1f1b", stages_per_rank=2))
     assert halved.bubble == pytest.approx(times[8].bubble / 2, rel=0.05)
-
-
-def test_a_stage_with_the_head_has_fewer_blocks_where_that_balances():
-    tail = Work(products=2.5)
-    assert _slowest_stage(24, 4, 1.0, tail, balanced=False) == (6, tail)
-    count, besides = _slowest_stage(24, 4, 1.0, tail, balanced=True)
-    assert (count, besides.total) == (7, 0.0), "7 + 7 + 7 and 3 with the head, instead of 6 + 6 + 6 and 6 with it"
-    assert _slowest_stage(106, 12, 1.0, tail, balanced=False) == (9, Work()), "embedding and head in the place of two"
 
 
 # ---- Against what others measured

@@ -111,10 +111,15 @@ class AbsentWorld(Comm):
         return {self.mesh.get_group(axis).group_name: axis for axis in names if self.mesh is not None}
 
 
-class NormsAsOnGpus(TorchFunctionMode):
-    """Norms keep what they keep on a GPU: computed by one kernel, and under autocast (`in_fp32`) in fp32.
+IN_FP32 = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.softmax, torch.softmax, torch.Tensor.softmax)
 
-    Autocast on CPUs has another list (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there.
+
+class KernelsOfGpus(TorchFunctionMode):
+    """Norms and attention keep what they keep on a GPU.
+
+    Norms are computed by one kernel, and like softmax under autocast (`in_fp32`) in fp32: autocast on CPUs has another
+    list (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there. The flash kernel of a GPU can drop,
+    that of a CPU cannot; what it keeps is the same with dropout and without.
     """
 
     def __init__(self, in_fp32: bool) -> None:
@@ -123,13 +128,17 @@ class NormsAsOnGpus(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm):
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            return func(**{**given, **kwargs, "dropout_p": 0.0})
+        if func not in IN_FP32:
             return func(*args, **kwargs)
         if self._in_fp32:
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        weight = args[2] if len(args) > 2 else kwargs.get("weight")
-        if func in (F.rms_norm, torch.rms_norm) and weight is not None:
-            return FusedRmsNorm.apply(args[0], weight)
+        if func in (F.rms_norm, torch.rms_norm):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if weight is not None:
+                return FusedRmsNorm.apply(args[0], weight)
         return func(*args, **kwargs)
 
 
@@ -192,8 +201,8 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
         # What is made beside the model there are the buckets that gradients are summed in.
         watch.heading = "gradients"
         parallel = parallelize_built(built, seen, job.layout, comm, DEVICE, cutting, shapes_alone)
-        if len(set(job.machine.gpu.tflops.values())) > 1:  # a CPU is as fast in every format
-            without_data.enter_context(NormsAsOnGpus(precision != "fp32"))
+        if not job.machine.gpu.is_cpu:
+            without_data.enter_context(KernelsOfGpus(precision != "fp32"))
         _step(parallel, watch, loss_of, count)
     return {
         **{name: watch.peak.get(name, 0) for name in HEADINGS},

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 
 from lockstep.planner.estimate import Memory
 from lockstep.planner.job import Job
-from lockstep.planner.memory import estimate_memory, in_flight, stage_blocks, states
-from lockstep.planner.model import Shape
+from lockstep.planner.memory import estimate_memory, flights_of, logit_bytes, states
+from lockstep.planner.models import find_model
 from lockstep.planner.stacks import Stack, find_stack
-from lockstep.planner.transformer import transformer
+from lockstep.planner.stages import stages_of_job
 
 GB = 1e9
 GIB = 2.0**30
-
-GPT2_XL = Shape(layers=48, hidden=1600, heads=25, ffn=6400, vocab=50257, positions=1024)
-"""GPT-2 1.5B, as its authors describe it."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,11 @@ class Comparison:
 
 def gpt2_rows(batch: int = 32) -> list[Comparison]:
     """GPT-2 1.5B in fp32, 32 samples of 1024 tokens: 6 + 6 + 18 + 56.43, about 87 GB, and what a step really holds."""
-    model = transformer("gpt2-xl", GPT2_XL, 1024)
+    model = find_model("gpt2-xl", 1024, {"dropout": False})
     block, attention = model.blocks, model.blocks.attention
     assert attention is not None
     ours = float(model.parameters)
-    wide = batch * 1024 * GPT2_XL.hidden * 4.0
+    wide = batch * block.border * 4.0
     kept = batch * (4.0 * (block.kept + block.cut_kept) + block.kept_bytes)
     scores = batch * attention.scores * 4.0
     return [
@@ -136,13 +133,13 @@ def course_text() -> str:
 def explain_text(job: Job) -> str:
     """Every term of a job's memory, with its formula and the numbers put in."""
     stack = find_stack(job.stack)
-    blocks = stage_blocks(job, stack)
+    blocks = stages_of_job(job, stack).blocks
     memories = estimate_memory(job)
     lines = [f"{job.model.name} on {job.layout}, {job.machine.name}: what a rank holds at its fullest moment"]
     for memory in memories:
         if len(memories) > 1:
-            lines += ["", f"pipeline stage {memory.stage + 1} of {job.layout.pp}"]
-        own = blocks[0] if memory.stage == 0 else blocks[1]
+            lines += ["", f"pipeline rank {memory.stage + 1} of {job.layout.pp}"]
+        own = blocks[memory.stage]
         lines += [f"  {name:15}{value / GB:10.3f} GB  {how}" for name, value, how in _terms(job, stack, memory, own)]
         total = memory.total / GB
         low, high = total * (1 - memory.band), total * (1 + memory.band)
@@ -153,23 +150,20 @@ def explain_text(job: Job) -> str:
     return "\n".join(lines)
 
 
-def _terms(job: Job, stack: Stack, memory: Memory, blocks: float) -> list[tuple[str, float, str]]:
+def _terms(job: Job, stack: Stack, memory: Memory, blocks: int) -> list[tuple[str, float, str]]:
     layout = job.layout
     shards = layout.fsdp * (layout.cp if stack.shards_over_context else 1)
-    count = memory.optimizer / stack.optimizer * (shards if job.zero else 1)
+    count = memory.optimizer / stack.optimizer * (shards if job.effective_zero else 1)
     rank = f"{count:.4g} parameters of this rank"
     sharded = f" / {shards}" if shards > 1 else ""
-    flights = 1.0
-    if layout.pp > 1:
-        flights = in_flight(job.schedule, layout.pp, job.stages_per_rank, job.micro_batches, memory.stage)
-        flights /= job.stages_per_rank
+    flights = flights_of(job, memory.stage)
     held = memory.parameters * shards > 1.5 * stack.weights * count
     kept = {
         "none": "everything the backward needs",
         "selective": "all but what is cheap to compute again",
         "full": "the input of every block, and one block that is computed again",
     }[job.recompute]
-    attention = "" if job.flash else ", scores of attention too"
+    attention = "" if job.uses_flash else ", scores of attention too"
     terms = [
         ("parameters", memory.parameters, f"{stack.weights:g} x {rank}{'' if held else sharded}"),
         (
@@ -178,13 +172,17 @@ def _terms(job: Job, stack: Stack, memory: Memory, blocks: float) -> list[tuple[
             f"{stack.gradients:g} x {count:.4g}"
             + (sharded if memory.gradients < 0.9 * stack.gradients * count else ", whole on every rank"),
         ),
-        ("optimizer", memory.optimizer, f"{stack.optimizer:g} x {count:.4g}{sharded if job.zero else ''}"),
+        ("optimizer", memory.optimizer, f"{stack.optimizer:g} x {count:.4g}{sharded if job.effective_zero else ''}"),
         (
             "activations",
             memory.activations,
             f"{blocks:g} blocks x {flights:g} micro-batches of {job.micro_batch} in flight: {kept}{attention}",
         ),
-        ("logits", memory.logits, f"up to {stack.logits:g} bytes a logit while the loss is gone back through"),
+        (
+            "logits",
+            memory.logits,
+            f"up to {logit_bytes(job, stack):g} bytes a logit while the loss is gone back through",
+        ),
         ("communication", memory.communication, _communication(job)),
         (
             "slack",
@@ -197,7 +195,7 @@ def _terms(job: Job, stack: Stack, memory: Memory, blocks: float) -> list[tuple[
 
 
 def _communication(job: Job) -> str:
-    parts = ["gathered weights and gradients on their way"] * (job.zero > 1 and job.layout.fsdp > 1)
-    parts += ["gradient buckets"] * (job.zero < 2 and job.layout.data_size > 1)
+    parts = ["gathered weights and gradients on their way"] * (job.effective_zero > 1 and job.layout.fsdp > 1)
+    parts += ["gradient buckets"] * (job.effective_zero < 2 and job.layout.data_size > 1)
     parts += ["what pipeline neighbours send"] * (job.layout.pp > 1)
     return ", ".join(parts)

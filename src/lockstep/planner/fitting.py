@@ -75,7 +75,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             yield "schedule", replace(one, schedule="1f1b", stages_per_rank=1)
         if layout.fsdp > 1:
             for level in (2, 3):
-                if level > job.zero:
+                if level > job.effective_zero:
                     yield "sharding", replace(one, zero=level)
         for fsdp in divisors(layout.data_size):
             if fsdp > layout.fsdp:
@@ -117,8 +117,8 @@ def difference(before: Job, after: Job) -> str:
         told.append("recompute" if after.recompute == "full" else "no recompute")
     if after.layout.pp > 1 and (after.schedule, after.stages_per_rank) != (before.schedule, before.stages_per_rank):
         told.append(f"schedule {after.schedule}")
-    if after.layout.fsdp > 1 and after.zero != before.zero:
-        told.append(f"shard.level zero{after.zero}")
+    if after.layout.fsdp > 1 and after.effective_zero != before.effective_zero:
+        told.append(f"shard.level zero{after.effective_zero}")
     return ", ".join(told)
 
 

@@ -79,6 +79,8 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
     name, source = speeds[0].device, f"lockstep bench, {bench.when}"
     if bench.device == "cpu":
         memory, _ = memory_here(Path("/"))
+        usual = known("laptop-cpu")
+        assert usual is not None
         return Gpu(
             name=name,
             tflops=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), measured["fp32"]),
@@ -89,6 +91,7 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
             watts=0.0,
             idle_watts=0.0,
             source=f"{source}; fp32, and other formats taken to be as fast",
+            usable=usual.usable,
             is_cpu=True,
         )
     found = known(name)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lockstep.config import Schedule
 from lockstep.layout import Layout
+from lockstep.parallel.timetable import SPLITS_BACKWARD
 from lockstep.planner.hardware import Machine
 from lockstep.planner.model import Model
 
@@ -32,7 +33,7 @@ class Job:
     micro_batch: int
     recompute: Recompute = "none"
     zero: Literal[0, 1, 2, 3] = 3
-    """What the fsdp axis shards: 1 optimizer state, 2 gradients too, 3 weights too."""
+    """What the fsdp axis is asked to shard: 1 optimizer state, 2 gradients too, 3 weights too."""
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     sequence_parallel: bool = True
@@ -41,6 +42,7 @@ class Job:
     async_tensor: bool = False
     """Communication of tp runs beside its products, piece by piece. Lockstep does not do it; published runs do."""
     flash: bool = True
+    """Attention may use a kernel that does not write its scores down."""
     compiled: bool = False
     stack: str = "lockstep"
     """Whose software: planner/stacks.py knows what differs between them."""
@@ -49,6 +51,22 @@ class Job:
     def data_size(self) -> int:
         """Ranks that read different samples."""
         return self.layout.data_size
+
+    @property
+    def effective_zero(self) -> Literal[0, 1, 2, 3]:
+        """What it really shards: a backward in two halves reads the weights twice, so that they stay gathered."""
+        return 2 if self.zero == 3 and self.layout.pp > 1 and self.schedule in SPLITS_BACKWARD else self.zero
+
+    @property
+    def uses_flash(self) -> bool:
+        """Whether no scores are written down.
+
+        Lockstep draws the dropout of attention for all ranks of tp and cp at once, step by step, and CPUs have no flash
+        kernel that drops.
+        """
+        shape, layout = self.model.shape, self.layout
+        drops = self.stack == "lockstep" and shape is not None and shape.dropout
+        return self.flash and not (drops and (layout.tp * layout.cp > 1 or self.machine.gpu.is_cpu))
 
     @cached_property
     def micro_batches(self) -> int:

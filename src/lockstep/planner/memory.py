@@ -1,4 +1,4 @@
-"""Bytes of a rank at its fullest moment, for the first and the last pipeline stage.
+"""Bytes of a rank at its fullest moment, for the ranks of a pipeline that differ.
 
 The moment is the beginning of a backward: the activations of all micro-batches in flight are there, the loss or the
 block that is gone back through needs its own, and gradients fill up as activations go.
@@ -6,33 +6,61 @@ block that is gone back through needs its own, and gradients fill up as activati
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lockstep.config import Schedule
 from lockstep.planner.estimate import Memory
 from lockstep.planner.job import Job
-from lockstep.planner.model import Part
+from lockstep.planner.model import Attention, Part
 from lockstep.planner.stacks import STACKS, Stack, find_stack
+from lockstep.planner.stages import stages_of_job
 
 FORMATS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "fp4": 2.0}
 """Bytes of an activation: products in 8 or 4 bits read what is kept in 16."""
 
 
+@dataclass(slots=True)
+class Rank:
+    """What one rank has of a job."""
+
+    number: int
+    """Along pp."""
+    blocks: int
+    has_first: bool
+    has_last: bool
+    flights: float
+    """Micro-batches whose activations it holds, of all its stages."""
+    block_parameters: float
+    """Of one block, after tp."""
+    ends: float
+    """Parameters outside of blocks."""
+    head_weights: float
+    """Of these, what the head multiplies by."""
+    own: float
+    """All its parameters."""
+    shards: int
+    samples: float
+    """Of a micro-batch; a part of one with cp."""
+    width: float
+    rounds: bool
+    """Autocast: what products read is rounded to 16 bits for them."""
+    whole_gradients: bool
+    kept: float
+    """Bytes of one sample that a block keeps from its forward to its backward."""
+    live: float
+    """And those beside, while it is gone back through."""
+
+
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
-    """One estimate a pipeline stage that differs: the first, and with pp the last."""
+    """One estimate for every rank of a pipeline that may be the fullest, and for the last one."""
     stack = STACKS.get(job.stack) or find_stack(job.stack)
-    first, last = stage_blocks(job, stack)
-    if job.layout.pp == 1:
-        return (_rank(job, stack, 0, float(job.model.blocks.count), True, True),)
-    turns = job.schedule in ("zbv", "dualpipev")  # the first rank has the last stage too
-    return (
-        _rank(job, stack, 0, first + (last if turns else 0.0), True, turns),
-        _rank(job, stack, job.layout.pp - 1, 2 * first if turns else last, False, not turns),
+    cut = stages_of_job(job, stack)
+    width = FORMATS[job.precision]
+    block = _kept(job, stack, job.model.blocks, width), _live_block(job, stack, job.model.blocks, width)
+    return tuple(
+        _at_the_peak(job, stack, _rank(job, stack, number, cut.blocks[number], number == cut.head, block))
+        for number in cut.differing
     )
-
-
-def fits(job: Job, memories: tuple[Memory, ...]) -> bool:
-    """Whether every stage fits even if the estimate is too low by its band: what is said to fit shall run."""
-    gpu = job.machine.gpu
-    return max(memory.total * (1 + memory.band) for memory in memories) <= gpu.memory_gb * 1e9 * gpu.usable
 
 
 def states(
@@ -50,112 +78,153 @@ def in_flight(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int,
     everything = micro_batches * per_rank
     if schedule == "1f1b":
         return min(everything, ranks - rank)
+    in_a_round = micro_batches // max(1, micro_batches // ranks)
     if schedule == "interleaved-1f1b":
-        return min(everything, (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
-    if schedule in ("interleaved-zero-bubble", "zbv"):
+        return min(everything, (per_rank - 1) * in_a_round + 2 * (ranks - 1 - rank) + 1)
+    if schedule == "interleaved-zero-bubble":
+        return min(everything, (per_rank - 1) * in_a_round + ranks)
+    if schedule == "zbv":
         return min(everything, per_rank * ranks)
     if schedule == "dualpipev":
         return min(everything, 2 * ranks + 1)
     return everything
 
 
-def stage_blocks(job: Job, stack: Stack) -> tuple[float, float]:
-    """Blocks of the first and of the last stage (of a rank's share of them, where it has several)."""
-    stages = job.layout.pp * (job.stages_per_rank if job.schedule in ("zbv", "dualpipev") else 1)
-    count = job.model.blocks.count
-    if not stack.by_work:
-        most = -(-count // stages)
-        return float(most), float(max(count - most * (stages - 1), count // stages))
-    if stages == 1:
-        return float(count), float(count)
-    # The head counts as so many blocks; of the two ways to round, the one whose slowest stage is faster.
-    fair = max(0.0, (count - job.model.head_work * (stages - 1)) / stages)
-    last = min((int(fair), int(fair) + 1), key=lambda own: max(own + job.model.head_work, (count - own) / (stages - 1)))
-    return float(-(-(count - last) // (stages - 1))), float(last)
+def flights_of(job: Job, rank: int) -> float:
+    """Micro-batches that a rank of a pipeline holds, averaged over its stages."""
+    if job.layout.pp == 1:
+        return 1.0
+    forwards = in_flight(job.schedule, job.layout.pp, job.stages_per_rank, job.micro_batches, rank)
+    return forwards / job.stages_per_rank
 
 
-def _rank(job: Job, stack: Stack, rank: int, blocks: float, has_first: bool, has_last: bool) -> Memory:
-    layout, model = job.layout, job.model
-    block = model.blocks
-    tp, shards = layout.tp, layout.fsdp * (layout.cp if stack.shards_over_context else 1)
-    samples = job.micro_batch / layout.cp
-    micro_batches = job.micro_batches
+def logit_bytes(job: Job, stack: Stack) -> float:
+    """Of a logit at the fullest moment of the loss."""
+    if job.layout.tp == 1:
+        return stack.logits
+    return stack.cut_logits + (stack.rounded_logits if FORMATS[job.precision] == 2.0 else 0.0)
+
+
+def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool, block: tuple[float, float]) -> Rank:
+    layout, model, zero = job.layout, job.model, job.effective_zero
+    ends, head_weights = model.end_parameters(number == 0, has_last, layout.tp)
+    block_parameters = model.blocks.parameters - model.blocks.cut_parameters * (1 - 1 / layout.tp)
     width = FORMATS[job.precision]
-    ends, end_weights = model.end_parameters(has_first, has_last, tp)
-    block_parameters = block.parameters - block.cut_parameters * (1 - 1 / tp)
-    own = blocks * block_parameters + ends
-    whole_gradients = job.zero < 2 or (stack.accumulates_whole and micro_batches > 1)
-    parameters, gradients, optimizer = states(stack, own, job.zero, shards, whole_gradients)
+    accumulates = job.micro_batches > 1 or layout.pp > 1
+    return Rank(
+        number=number,
+        blocks=blocks,
+        has_first=number == 0,
+        has_last=has_last,
+        flights=flights_of(job, number),
+        block_parameters=block_parameters,
+        ends=ends,
+        head_weights=head_weights,
+        own=blocks * block_parameters + ends,
+        shards=layout.fsdp * (layout.cp if stack.shards_over_context else 1),
+        samples=job.micro_batch / layout.cp,
+        width=width,
+        rounds=stack.casts_weights and width == 2.0,
+        whole_gradients=zero < 2 or (stack.accumulates_whole and accumulates),
+        kept=block[0],
+        live=block[1],
+    )
+
+
+def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
+    """Either the loss is gone back through, or one block."""
+    layout, zero = job.layout, job.effective_zero
+    parameters, gradients, optimizer = states(stack, rank.own, zero, rank.shards, rank.whole_gradients)
     if job.precision == "bf16":
-        gradients += stack.bf16_gradients * own
-
-    # What the backward needs, of all micro-batches in flight.
-    of_stages = job.stages_per_rank if layout.pp > 1 else 1
-    flights = 1.0
-    if layout.pp > 1:
-        flights = in_flight(job.schedule, layout.pp, of_stages, micro_batches, rank) / of_stages
-    activations = flights * blocks * _kept(job, stack, block, width) * samples
-    if has_first:
-        activations += flights * samples * _edge(job, stack, model.first, width)
-    if stack.casts_weights and width == 2.0:
-        # Every forward makes its own copies; a block that recomputes itself makes them again.
-        activations += 2.0 * (0.0 if job.recompute == "full" else flights * blocks * block_parameters)
-
-    # What is gathered, on its way to other ranks, or comes from them.
-    communication = 0.0
-    one_block = 0.0
-    if job.zero == 3 and shards > 1:
-        # What is outside of blocks stays, and while the loss is gone back through the last block is gathered.
-        communication = stack.gathered * (ends + block_parameters)
-        # Later there are the present block and the next, its gradients, and what is sent.
-        one_block = (2 * stack.gathered + stack.gathered + stack.summed) * block_parameters
-    elif job.zero == 2 and shards > 1:
-        communication = stack.gathered * own if stack.gathers_for_zero2 else 0.0
-        one_block = (stack.gathered + stack.summed) * block_parameters
-    elif layout.dp * shards > 1:
-        communication = stack.buckets * own
-    if layout.pp > 1:
-        communication += 2 * samples * block.border * width / (tp if job.sequence_parallel else 1)
-
-    # Either the loss is gone back through, or one block.
-    live = _live_block(job, stack, block, width) * samples
-    if stack.casts_weights and width == 2.0 and job.recompute == "full":
-        live += 2.0 * block_parameters
-    logits = loss = head = 0.0
-    if has_last and model.logits:
-        waiting = micro_batches - 1 if job.schedule in ("gpipe", "looped-bfs") and layout.pp > 1 else 0
-        head = samples * _edge(job, stack, model.last, width)
-        activations += head * waiting
-        logits = samples * model.logits / tp * stack.kept_logits * waiting
-        loss = samples * model.logits / tp * (stack.cut_logits if tp > 1 else stack.logits)
-        if stack.casts_weights and width == 2.0:
-            head += 2.0 * end_weights
+        gradients += stack.bf16_gradients * rank.own
+    gathered, one_block = _gathered(job, stack, rank)
+    activations = _waiting(job, stack, rank)
+    logits, head, loss = _loss(job, stack, rank)
+    live = rank.live * rank.samples
+    if rank.rounds and job.recompute == "full":
+        live += 2.0 * rank.block_parameters
     if loss + head > live + one_block:
-        activations += head
-        logits += loss
+        activations, logits = activations + head, logits + loss
     else:
-        activations += live
-        communication += one_block
-
+        activations, gathered = activations + live, gathered + one_block
     shared = 0.0
-    come_and_go = not stack.gradients_stay and layout.dp == tp == 1 and job.zero != 1
-    if come_and_go and not (whole_gradients and micro_batches > 1):
+    # Buckets, in which replicas sum gradients up, are there all the time.
+    in_buckets = layout.dp * layout.tp > 1 or (layout.cp > 1 and layout.fsdp == 1) or zero == 1
+    if not (stack.gradients_stay or in_buckets or (rank.whole_gradients and job.micro_batches > 1)):
         # Gradients come as activations go: the fuller of the two moments counts.
         shared = min(gradients, activations + logits)
-    held = activations + logits + communication - shared
+    if stack.sums_shards_over_context and layout.cp > 1 and layout.fsdp > 1:
+        # Later all gradients are copied into one buffer, which is summed over cp.
+        gathered += max(0.0, 4.0 * rank.own / rank.shards - (activations + logits + gathered - shared))
+    held = activations + logits + gathered - shared
+    is_cut = layout.tp * layout.cp * layout.pp > 1
     return Memory(
-        stage=rank,
+        stage=rank.number,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         logits=logits,
-        communication=communication,
+        communication=gathered,
         slack=stack.fragments * held + stack.base,
-        band=stack.band,
+        band=max(stack.band, stack.cut_band) if is_cut else stack.band,
         shared=shared,
-        host=12.0 * own / (shards if job.zero else 1),
+        host=12.0 * rank.own / (rank.shards if zero else 1),
     )
+
+
+def _waiting(job: Job, stack: Stack, rank: Rank) -> float:
+    """Bytes of activations that wait for their backward, of all micro-batches in flight, those of the head apart."""
+    found = rank.blocks * rank.kept * rank.samples
+    if rank.has_first:
+        found += rank.samples * _edge(job, stack, job.model.first, rank.width)
+    if rank.rounds and job.recompute != "full":
+        # Every forward makes its own copies; a block that recomputes itself makes them again.
+        found += 2.0 * rank.blocks * rank.block_parameters
+    found *= rank.flights
+    if heads := _heads_waiting(job, rank):
+        found += heads * rank.samples * _edge(job, stack, job.model.last, rank.width)
+    return found
+
+
+def _heads_waiting(job: Job, rank: Rank) -> int:
+    """Micro-batches that wait behind the head while one is gone back through."""
+    all_first = job.schedule in ("gpipe", "looped-bfs") and job.layout.pp > 1
+    return job.micro_batches - 1 if all_first and rank.has_last and job.model.logits else 0
+
+
+def _loss(job: Job, stack: Stack, rank: Rank) -> tuple[float, float, float]:
+    """Bytes of logits that wait, of what the head keeps, and of the logits while the loss is gone back through."""
+    if not (rank.has_last and job.model.logits):
+        return 0.0, 0.0, 0.0
+    logits = rank.samples * job.model.logits / job.layout.tp
+    head = rank.samples * _edge(job, stack, job.model.last, rank.width)
+    if rank.rounds:
+        head += 2.0 * rank.head_weights
+    return logits * stack.kept_logits * _heads_waiting(job, rank), head, logits * logit_bytes(job, stack)
+
+
+def _gathered(job: Job, stack: Stack, rank: Rank) -> tuple[float, float]:
+    """Bytes gathered, on their way to other ranks or from them; and those beside while a block is gone back through."""
+    layout, zero = job.layout, job.effective_zero
+    found = one_block = 0.0
+    # A pipeline that accumulates whole gradients sums them when all activations are gone.
+    summed = 0.0 if stack.accumulates_whole and layout.pp > 1 else stack.summed
+    if zero == 3 and rank.shards > 1:
+        # What is outside of blocks stays, and while the loss is gone back through the last block is gathered.
+        found = stack.gathered * (rank.ends + rank.block_parameters)
+        # Later there are the present block and the next, its gradients, and what is sent.
+        one_block = (2 * stack.gathered + stack.gathered + summed) * rank.block_parameters
+    elif zero == 2 and rank.shards > 1:
+        found = stack.gathered * rank.own if stack.gathers_for_zero2 else 0.0
+        one_block = (stack.gathered + summed) * rank.block_parameters
+    elif layout.dp * rank.shards > 1:
+        found = stack.buckets * rank.own
+    if layout.pp > 1:
+        residual = stack.residual if rank.width == 2.0 else rank.width
+        rows = layout.tp if job.sequence_parallel else 1
+        found += 2 * rank.samples * job.model.blocks.border * residual / rows
+    return found, one_block
 
 
 def _kept(job: Job, stack: Stack, block: Part, width: float) -> float:
@@ -181,11 +250,44 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
         kept += stack.pipeline_copies * block.border * width / rows
     if rows > 1 and (job.layout.pp == 1 or tp <= job.machine.gpus_per_node):
         kept += stack.gathered_inputs / (1 if job.layout.pp == 1 else 2) * block.border * width * (1 - 1 / tp)
-    if block.attention and not job.flash and job.recompute == "none":
-        # Softmax and, with dropout, its mask and what it leaves.
-        dropped = job.model.shape is not None and job.model.shape.dropout
-        kept += block.attention.scores / job.layout.cp * (2 * width + 1 if dropped else width) / tp
+    if stack.casts_weights and width == 2.0:
+        # Norms write 32 bits, and every product that reads them rounds a copy for itself.
+        kept += (block.readers - 2) * block.border * width
+    dropped = job.model.shape is not None and job.model.shape.dropout
+    if dropped and stack.drops_for_all_ranks and tp * job.layout.cp > 1:
+        # Two masks, of numbers and not of bits, for all tokens.
+        kept += 2 * block.border * (width * job.layout.cp - 1 / rows)
+    if block.attention:
+        if stack.gathers_keys and job.layout.cp > 1:
+            kept += _whole_keys(job, block.attention, width)
+        if not job.uses_flash and (job.recompute == "none" or stack.drops_for_all_ranks):
+            kept += _scores(job, stack, block.attention, width)
     return kept
+
+
+def _whole_keys(job: Job, attention: Attention, width: float) -> float:
+    """Bytes that cp adds to a sample's part on a rank, which is counted as 1/cp of one."""
+    keys = 2 * attention.kv_heads * attention.head_dim * attention.tokens
+    # One product for queries, keys and values keeps the rank's own keys alive beside the gathered ones.
+    has_own = job.model.shape is None or job.model.shape.fused
+    # Both chunks of a causal sequence are kept by attention, and once more when they are put together.
+    mixed = attention.heads * attention.head_dim * attention.tokens if attention.causal else 0
+    return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * width / job.layout.tp
+
+
+def _scores(job: Job, stack: Stack, attention: Attention, width: float) -> float:
+    """Bytes of one sample for the square of scores: softmax and, with dropout, its mask and what it leaves."""
+    tp, cp = job.layout.tp, job.layout.cp
+    dropped = job.model.shape is not None and job.model.shape.dropout
+    own = attention.scores / cp / tp
+    if not stack.drops_for_all_ranks:
+        return own * (2 * width + 1 if dropped else width)
+    if not dropped:
+        return own * 4.0
+    if tp * cp == 1:
+        return own * (12.0 if job.machine.gpu.is_cpu else 9.0)
+    # The mask, of 32 bits an element, is drawn for all ranks.
+    return own * (4.0 + width + 4.0 * tp * cp)
 
 
 def _live_block(job: Job, stack: Stack, block: Part, width: float) -> float:

@@ -72,6 +72,8 @@ class Part:
     """Of `kept`, what norms read: software that computes in 16 bits may leave it in 32."""
     kept_bytes: float = 0.0
     """Bytes kept that do not depend on the number format: masks, indices, statistics, values that are always fp32."""
+    readers: int = 2
+    """Products that read what the two norms wrote."""
     traffic: float = 0.0
     """Elements that all but products and attention reads and writes, where tensor parallelism leaves them whole."""
     cut_traffic: float = 0.0
@@ -118,6 +120,11 @@ class Shape:
     causal: bool = True
     norm: Literal["layer", "rms"] = "layer"
     dropout: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Queries, keys and values are one product, as in GPT-2; in LLaMA and BERT they are three."""
+        return self.causal and not self.gated and self.kv_heads in (0, self.heads)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "recompute": job.recompute,
         "schedule": job.schedule if job.layout.pp > 1 else None,
         "stages_per_rank": job.stages_per_rank,
-        "shard_level": f"zero{job.zero}" if job.layout.fsdp > 1 else None,
+        "shard_level": f"zero{job.effective_zero}" if job.layout.fsdp > 1 else None,
         "settings": settings(job),
     }
 

@@ -237,7 +237,9 @@ def _ways(base: Job, layout: Layout, asked: Asked, quick: bool) -> Iterator[tupl
     schedules = list(_schedules(base, layout.pp, asked, quick))
     for zero in levels:
         for schedule in schedules:
-            yield zero, schedule
+            # As zero2, which is tried as well.
+            if len(levels) == 1 or zero < 3 or schedule[0] not in SPLITS_BACKWARD:
+                yield zero, schedule
 
 
 def _schedules(base: Job, pp: int, asked: Asked, quick: bool) -> Iterator[tuple[Schedule, int]]:

@@ -39,7 +39,7 @@ def show_found(found: Found, terminal: Terminal) -> None:
         job, numbers = one.job, figures(one.job, one.time)
         cells = [str(job.micro_batch), job.recompute]
         cells += [schedule_text(job)] * has_pp
-        cells += [f"zero{job.zero}" if job.layout.fsdp > 1 else "-"] * has_fsdp
+        cells += [f"zero{job.effective_zero}" if job.layout.fsdp > 1 else "-"] * has_fsdp
         cells += [bytes_text(one.memory.total), seconds_text(one.time.total), count_text(numbers.items_per_second)]
         table.add_row(
             str(job.layout), *cells, percent(numbers.mfu), lost_to(one.time), style="bold" if number == 0 else ""
@@ -102,7 +102,7 @@ def show_front(found: Found, terminal: Terminal) -> None:
         job = one.job
         words = [f"micro-batch {job.micro_batch}", "recompute" if job.recompute == "full" else "no recompute"]
         words += [schedule_text(job)] if job.layout.pp > 1 else []
-        words += [f"zero{job.zero}"] if job.layout.fsdp > 1 else []
+        words += [f"zero{job.effective_zero}"] if job.layout.fsdp > 1 else []
         sizes = f"{bytes_text(one.memory.total):>8} {seconds_text(one.time.total):>8}"
         terminal.print(f"{sizes}  {job.layout}, {', '.join(words)}", markup=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ def settings(job: Job) -> dict[str, str]:
     if job.compiled:
         found["compile"] = "blocks"
     if job.layout.fsdp > 1:
-        found["shard.level"] = f"zero{job.zero}"
+        found["shard.level"] = f"zero{job.effective_zero}"
     if job.layout.pp > 1:
         found["pipeline.schedule"] = job.schedule
         found["pipeline.stages_per_rank"] = str(job.stages_per_rank)

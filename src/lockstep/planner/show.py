@@ -88,7 +88,7 @@ def _describe(job: Job) -> str:
         pieces[0] += f" on each of the {layout.data_size:,} data ranks"
     pieces.append("blocks recomputed" if job.recompute == "full" else "nothing recomputed")
     if layout.fsdp > 1:
-        pieces.append(f"zero{job.zero}")
+        pieces.append(f"zero{job.effective_zero}")
     if layout.pp > 1:
         stages = f" with {job.stages_per_rank} stages a rank" if job.stages_per_rank > 1 else ""
         pieces.append(f"schedule {job.schedule}{stages}")

@@ -10,6 +10,8 @@ from typing import Literal
 
 from lockstep.errors import unknown
 
+Cut = Literal["evenly", "early", "late"]
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -54,22 +56,33 @@ class Stack:
     """Of a logit at the fullest moment of the loss."""
     cut_logits: float = 12.0
     """The same where tp cuts the vocabulary."""
+    rounded_logits: float = 0.0
+    """The same beside `cut_logits`, where products are in 16 bits."""
     kept_logits: float = 4.0
     """Of a logit from the forward to the backward."""
-    by_work: bool = False
-    """Pipeline stages are cut by their work, so that the one with the head has fewer blocks; else all have as many."""
+    cut: Cut = "evenly"
+    """Pipeline stages have as many blocks each, or by their work, so that the one with the head has fewer.
+
+    Where blocks do not divide, the early stages are the full ones, or the late ones.
+    """
     shards_over_context: bool = False
     """The cp axis shards states too."""
-    ring_attention: bool = True
-    """With cp: keys and values go round behind the attention, instead of coming together before it."""
     parts_cross: bool = True
     """With pp and tp: every rank hands its part of the values on, instead of all of them."""
+    gathers_keys: bool = False
+    """With cp, every block keeps the keys and values of whole samples; else those of the rank's own tokens."""
+    drops_for_all_ranks: bool = False
+    """With tp or cp dropout is drawn for all ranks at once; and attention without flash computes in 32 bits."""
+    sums_shards_over_context: bool = False
+    """Gradients that fsdp has sharded are summed over cp, in one buffer."""
     fragments: float = 0.0
     """What the allocator holds and nobody uses, as a share of everything but the states."""
     base: float = 0.0
     """Workspaces of libraries."""
     band: float = 0.1
     """The share by which an estimate may be wrong, from the measured errors (docs/plan.md)."""
+    cut_band: float = 0.0
+    """The same with tp, cp or pp, where that is more."""
 
 
 STACKS = {
@@ -88,13 +101,21 @@ STACKS = {
             gathers_for_zero2=True,
             accumulates_whole=True,
             gradients_stay=False,
+            # Its tp loss, by the trace: logits in fp32, their exponents and two more, and what the product wrote.
             cut_logits=16.0,
-            by_work=True,
-            ring_attention=False,
             parts_cross=False,
+            rounded_logits=2.0,
+            # A product that has gathered its input keeps it whole.
+            gathered_inputs=2.0,
+            cut="late",
+            gathers_keys=True,
+            drops_for_all_ranks=True,
+            sums_shards_over_context=True,
             fragments=0.05,
             base=0.1e9,
             band=0.08,
+            # These were traced and run on CPUs, never on several GPUs.
+            cut_band=0.12,
         ),
         # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
         Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
@@ -105,7 +126,7 @@ STACKS = {
             optimizer=12.0,
             gathered=2.0,
             summed=4.0,
-            by_work=True,
+            cut="early",
             fragments=0.05,
         ),
         # DeepSpeed's ZeRO-1 has gradients in 16 bits and, of its own part, weights, moments and gradients in fp32; its
@@ -184,7 +205,7 @@ STACKS = {
             copies=3.0,
             pipeline_copies=1.0,
             gathered_inputs=2.0,
-            by_work=True,
+            cut="early",
             base=0.3e9,
             band=0.12,
         ),

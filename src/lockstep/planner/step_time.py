@@ -17,6 +17,7 @@ from lockstep.planner.job import Job
 from lockstep.planner.model import Attention, Matmul, Part
 from lockstep.planner.speeds import Speeds, speeds_of
 from lockstep.planner.stacks import Stack, find_stack
+from lockstep.planner.stages import stages_of_job
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
 """What one multiprocessor computes at a time: rows, columns, and the share of the best speed it reaches."""
@@ -83,7 +84,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
 
     ends = {part.name: _both(part_work(job, part, speeds)) for part in model.parts if part is not block}
     tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), Work())
-    count, besides = _slowest_stage(block.count, layout.pp, one, tail, balanced=stack.by_work)
+    count, has_head = stages_of_job(job, stack).slowest(tail.total / one)
+    besides = tail if has_head else Work()
     stage = (forward + backward) * count + besides
     average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
 
@@ -92,8 +94,8 @@ def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
     # With fewer micro-batches than ranks a rank waits for every one of its stages but the last.
     empty += (1 - 1 / job.stages_per_rank) * max(0, layout.pp - job.micro_batches)
     data, hidden = _data(job, stack, speeds, count, forward.total, backward.total)
-    on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.zero >= 2 else 1)
-    updated = on_rank / (layout.fsdp if job.zero == 1 else 1)
+    on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.effective_zero >= 2 else 1)
+    updated = on_rank / (layout.fsdp if job.effective_zero == 1 else 1)
     times = job.micro_batches
     return Time(
         compute=times * (stage.products + stage.attention),
@@ -182,7 +184,7 @@ def _attention(job: Job, attention: Attention, speeds: Speeds, speed: float, wid
     gpu, cp = job.machine.gpu, job.layout.cp
     heads = attention.heads / job.layout.tp * job.micro_batch
     rows, tokens, dim = attention.tokens / cp, attention.tokens, attention.head_dim
-    if job.flash:
+    if job.uses_flash:
         flops = 4.0 * heads * dim * rows * tokens * (0.5 if attention.causal else 1.0)
         # Short heads leave tensor cores waiting for the exponents, few blocks of queries leave some without work.
         blocks = heads * rows / 128
@@ -208,26 +210,6 @@ def _again(job: Job, forward: Work, stack: Stack) -> Work:
     if job.recompute == "full":
         return forward
     return forward * 0.5 if stack.selective == "products" else Work(attention=forward.attention)
-
-
-def _slowest_stage(blocks: int, stages: int, one: float, tail: Work, *, balanced: bool) -> tuple[int, Work]:
-    """How many blocks the slowest stage has, and what it does besides: the last one also has the head.
-
-    Either all stages have as many blocks, or the last has fewer, so that the slowest is as fast as can be. Where blocks
-    do not divide, embedding and head take the places of two.
-    """
-    if stages == 1:
-        return blocks, tail
-    if not balanced:
-        divides = blocks % stages == 0
-        return (blocks // stages, tail) if divides else (math.ceil((blocks + 2) / stages), Work())
-    best: tuple[float, int, Work] = (math.inf, 0, tail)
-    for at_the_end in range(blocks // stages + 1):
-        others = math.ceil((blocks - at_the_end) / (stages - 1))
-        middle, end = others * one, at_the_end * one + tail.total
-        found = (middle, others, Work()) if middle > end else (end, at_the_end, tail)
-        best = min(best, found, key=lambda each: each[0])
-    return best[1], best[2]
 
 
 # ---- Communication
@@ -284,7 +266,7 @@ def _context(job: Job, forward: Work, backward: Work, stack: Stack, speeds: Spee
     width = 4 if job.precision == "fp32" else 2
     both = 2 * attention.kv_heads * attention.head_dim * attention.tokens * job.micro_batch * width / job.layout.tp
     around = collective_seconds(job, "all-gather", both, cp, job.layout.tp)
-    if not stack.ring_attention:
+    if stack.gathers_keys:
         return 3 * around
     exposed = hidden_behind(forward.attention, around, speeds.contention)
     return exposed + hidden_behind(backward.attention, 2 * around, speeds.contention)
@@ -294,7 +276,7 @@ def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, b
     """Seconds of a step for weights and gradients: those that show, and those that run behind compute."""
     layout, model = job.layout, job.model
     wide = layout.cp if stack.shards_over_context else 1
-    shards = layout.fsdp * wide if job.zero >= 2 else 1
+    shards = layout.fsdp * wide if job.effective_zero >= 2 else 1
     replicas = layout.data_size * layout.cp // shards
     stride = layout.tp * (1 if wide > 1 else layout.cp if shards > 1 else 1)
     parameters = model.parameters / layout.pp / layout.tp
@@ -306,8 +288,8 @@ def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, b
         gather = collective_seconds(job, "all-gather", unit * weight, shards, stride)
         scatter = collective_seconds(job, "reduce-scatter", unit * speeds.gradient_bytes, shards, stride)
         # With zero2 weights stay from the first forward of a step to its last backward.
-        again = gather if job.zero == 3 else 0.0
-    gathers = job.micro_batches if job.zero == 3 else 1
+        again = gather if job.effective_zero == 3 else 0.0
+    gathers = job.micro_batches if job.effective_zero == 3 else 1
     scatters = 1 if stack.accumulates_whole else job.micro_batches
     # A pipeline sums after its last micro-batch, when there is nothing left to hide behind.
     overlaps = layout.pp == 1 and speeds.overlaps
@@ -321,7 +303,7 @@ def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, b
     hidden = sum(count * min(compute, talk) for count, compute, talk in beside)
     # The first gather of a forward has nothing before it.
     shown += gathers * gather + (0.0 if overlaps else sums)
-    if job.zero == 1 and speeds.regathers:
+    if job.effective_zero == 1 and speeds.regathers:
         # Every rank updates its part of the weights, and then all have to have all of them.
         shown += collective_seconds(job, "all-gather", parameters * stack.weights, layout.fsdp, layout.tp * layout.cp)
     return shown, hidden

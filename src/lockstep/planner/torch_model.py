@@ -18,16 +18,22 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = shape.heads, shape.kv_heads or shape.heads
         self.head_dim = shape.head_dim or shape.hidden // shape.heads
         self.causal, self.dropout = shape.causal, DROPPED if shape.dropout else 0.0
-        self.query = nn.Linear(shape.hidden, self.heads * self.head_dim, shape.biases)
-        self.key = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, shape.biases)
-        self.value = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, shape.biases)
+        query, other = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if shape.fused:
+            self.qkv = nn.Linear(shape.hidden, query + 2 * other, shape.biases)
+        else:
+            self.query = nn.Linear(shape.hidden, query, shape.biases)
+            self.key, self.value = (nn.Linear(shape.hidden, other, shape.biases) for _ in range(2))
+        self.fused = shape.fused
         self.out = nn.Linear(self.heads * self.head_dim, shape.hidden, shape.biases)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         batch, time, _ = x.shape
-        query = self.query(x).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.value(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        parts = self.qkv(x).chunk(3, dim=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
+        query, key, value = (
+            part.view(batch, time, heads, self.head_dim).transpose(1, 2)
+            for part, heads in zip(parts, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        )
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
         mixed = F.scaled_dot_product_attention(

@@ -2,9 +2,9 @@
 
 The world is as large as the job's and not there: a process group that answers at once (torch's `fake`), and tensors
 that have a shape and no storage (`FakeTensorMode`). What autograd keeps, what `fully_shard` gathers and what the
-optimizer holds are therefore exactly those of Lockstep; the kernels are those of a CPU (norms apart), and neither the
-allocator of a GPU nor the workspaces of its libraries are there. It runs in a process of its own, as the group and the
-mode would change all that comes after.
+optimizer holds are therefore exactly those of Lockstep; the kernels are those of a CPU (norms and attention apart), and
+neither the allocator of a GPU nor the workspaces of its libraries are there. It runs in a process of its own, as the
+group and the mode would change all that comes after.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ def _block(shape: Shape, tokens: int) -> Part:
         # Queries, keys, values and what attention made of them; the MLP before and after its non-linearity.
         cut_kept=float(tokens * (2 * query + both + (4 if shape.gated else 2) * shape.ffn)),
         kept_bytes=tokens * (4.0 * shape.heads + 16.0) + (2.0 * wide if shape.dropout else 0),
+        readers=(1 if shape.fused else 3) + (2 if shape.gated else 1),
         # Norms read and write, sums with the residual read twice and write; dropout reads and writes.
         traffic=(14.0 if shape.dropout else 10.0) * wide,
         cut_traffic=tokens * ((3.0 if shape.gated else 2.0) * shape.ffn + 2.0 * rotary),
