@@ -140,7 +140,7 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "source": str,
         "reason": str,
     },
-    "prediction_error": {"step": int, "memory_bytes": COMPARED, "step_seconds": COMPARED},
+    "prediction_error": {"step": int, "machine": str, "memory_bytes": COMPARED, "step_seconds": COMPARED},
     "stop": {"reason": str, "step": int, "text": str},
     "end": {
         "step": int,

@@ -90,6 +90,7 @@ def error_of(prediction: dict[str, Any], measured: Measured) -> dict[str, Any]:
     """The fields of the event `prediction_error`: an error is above 0 where too much was predicted."""
     seconds = median(measured.seconds) if measured.seconds else None
     return {
+        "machine": prediction["machine"],
         "memory_bytes": _compared(prediction["memory_bytes"], measured.memory),
         "step_seconds": _compared(prediction["step_seconds"], seconds),
     }

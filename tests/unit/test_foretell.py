@@ -105,26 +105,31 @@ def test_the_first_two_steps_do_not_count() -> None:
     measured = Measured(memory=2_000_000_000)
     for seconds in (9.0, 5.0, 0.1, 0.2, 0.3):
         measured.step(seconds)
-    told = error_of({"memory_bytes": 1_900_000_000, "step_seconds": 0.15}, measured)
+    told = error_of({"machine": "H200", "memory_bytes": 1_900_000_000, "step_seconds": 0.15}, measured)
     assert told["step_seconds"]["measured"] == 0.2
     assert told["step_seconds"]["error"] == pytest.approx(-0.25)
     assert told["memory_bytes"]["error"] == pytest.approx(-0.05)
 
 
 @pytest.mark.parametrize(
-    ("memory", "told"),
+    ("machine", "memory", "told"),
     [
-        (2_000_000_000, "predicted 1.9 GB of tensors and 150 ms a step, measured 2.0 GB (-5 %) and 200 ms (-25 %)"),
-        (None, "predicted 1.9 GB of tensors and 150 ms a step, measured 200 ms (-25 %)"),
+        ("H200", 2_000_000_000, "a step, measured 2.0 GB (-5 %) and 200 ms (-25 %)"),
+        ("here", None, "a step, measured 200 ms (-25 %)"),
+        (
+            "laptop-cpu",
+            None,
+            "a step (as if this were some laptop: lockstep bench measures it), measured 200 ms (-25 %)",
+        ),
     ],
 )
-def test_the_console_says_it_in_a_line(memory: int | None, told: str) -> None:
+def test_the_console_says_it_in_a_line(machine: str, memory: int | None, told: str) -> None:
     measured = Measured(memory=memory)
     for seconds in (9.0, 5.0, 0.2):
         measured.step(seconds)
-    fields = error_of({"memory_bytes": 1_900_000_000, "step_seconds": 0.15}, measured)
+    fields = error_of({"machine": machine, "memory_bytes": 1_900_000_000, "step_seconds": 0.15}, measured)
     event = {"time": 0.0, "kind": "prediction_error", "attempt": 1, "step": 5, **fields}
     validate(event)
     shown = StringIO()
     Console(Terminal(file=shown, width=200)).handle(event)
-    assert shown.getvalue().strip() == told
+    assert shown.getvalue().strip() == f"predicted 1.9 GB of tensors and 150 ms {told}"

@@ -263,7 +263,8 @@ def _prediction_text(event: Event) -> str:
     if memory["measured"] is not None:
         parts.insert(0, f"{_compact(memory['measured'], ' ')}B ({100 * memory['error']:+.0f} %)")
     foretold = f"predicted {_compact(memory['predicted'], ' ')}B of tensors and {1e3 * time['predicted']:.3g} ms a step"
-    return f"{foretold}, measured {' and '.join(parts)}"
+    guessed = " (as if this were some laptop: lockstep bench measures it)" if event["machine"] == "laptop-cpu" else ""
+    return f"{foretold}{guessed}, measured {' and '.join(parts)}"
 
 
 def _progress_text(step: Event, total: int | None) -> str:
