@@ -19,7 +19,9 @@ from lockstep.planner.published import Case, read_cases
 from lockstep.planner.speeds import SPEEDS, Speeds, speeds_of
 from lockstep.planner.stacks import find_stack
 from lockstep.planner.step_time import (
+    CPU_LAUNCH,
     DEPTH,
+    FP32_DEPTH,
     collective_seconds,
     estimate_time,
     fill,
@@ -90,6 +92,15 @@ def test_small_work_waits_for_kernels_to_be_started():
     speeds = speeds_of("megatron")
     forward, _ = part_work(replace(job(), model=tiny), tiny.blocks, speeds)
     assert forward.total == pytest.approx(tiny.blocks.kernels * speeds.launch)
+
+
+def test_a_cpu_has_no_tiles_to_fill_and_starts_each_operation_itself():
+    cpu = replace(job(precision="fp32"), machine=replace(MACHINE, gpu=replace(GPU, is_cpu=True)))
+    assert product_seconds(100, 4096, 1281, cpu.machine.gpu, 1e10, width=4) == pytest.approx(
+        2 * 100 * 4096 * 1281 / 1e10 * (4096 + FP32_DEPTH) / 4096
+    )
+    forward, _ = part_work(cpu, GPT.blocks, speeds_of("lockstep"))
+    assert forward.waiting == pytest.approx(GPT.blocks.kernels * CPU_LAUNCH), "however long the work takes"
 
 
 def test_attention_without_flash_writes_down_its_scores():

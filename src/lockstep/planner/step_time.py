@@ -39,6 +39,8 @@ COMPILED = 0.6
 """Kernels, and bytes moved beside products, that are left when torch.compile has fused what it can."""
 ADAM_BYTES = 30
 """Read and written for every parameter: weight, two moments, gradient, and the copy that computes."""
+CPU_LAUNCH = 1e-5
+"""Seconds that an operation costs on a CPU beside its work; a guess that `lm` on two cores agrees with."""
 BUBBLE = {"interleaved-zero-bubble": 1 / 3, "zbv": 0.05, "dualpipev": 0.1}
 """What the ends of a pipeline leave empty, relative to 1F1B with as many stages a rank."""
 
@@ -130,12 +132,12 @@ def product_seconds(
     rows: float, inner: float, columns: float, gpu: Gpu, speed: float, *, batch: float = 1, width: int = 2
 ) -> float:
     """[rows, inner] x [inner, columns], so many of them at once: by flops at `speed`, or by bytes of `width` each."""
-    share = fill(max(1, round(rows)), max(1, round(columns)), max(1, round(batch)), gpu.multiprocessors)
-    share *= inner / (inner + (DEPTH if width == 2 else FP32_DEPTH))
-    for multiple, slower in UNALIGNED:
-        if round(inner) % multiple or round(columns) % multiple:
-            share *= slower
-            break
+    share = inner / (inner + (DEPTH if width == 2 else FP32_DEPTH))
+    if not gpu.is_cpu:
+        share *= fill(max(1, round(rows)), max(1, round(columns)), max(1, round(batch)), gpu.multiprocessors)
+        share *= next(
+            (slower for multiple, slower in UNALIGNED if round(inner) % multiple or round(columns) % multiple), 1
+        )
     moved = width * batch * (rows * inner + inner * columns + rows * columns)
     return max(2.0 * batch * rows * inner * columns / (speed * share), moved / (gpu.memory_gb_s * 1e9))
 
@@ -147,7 +149,7 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
     width = 4 if job.precision == "fp32" else 2
     # Only products of the blocks are narrower than 16 bits: embedding, head and attention are not.
     narrow = job.precision in NARROW
-    kept_up = FP32_SHARE if job.precision == "fp32" else gpu.matmul
+    kept_up = FP32_SHARE if job.precision == "fp32" and not gpu.is_cpu else gpu.matmul
     wide_speed = gpu.tflops["bf16" if narrow else job.precision] * 1e12 * kept_up * speeds.matmul
     speed = wide_speed
     moved = (part.traffic / (tp if job.sequence_parallel else 1) + part.cut_traffic / tp) * scale * width
@@ -166,7 +168,9 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
     )
     fused = COMPILED if job.compiled else 1.0
     traffic = moved * speeds.traffic * fused / (gpu.memory_gb_s * 1e9)
-    starting = part.kernels * fused * speeds.launch
+    starting = part.kernels * fused * (CPU_LAUNCH if gpu.is_cpu else speeds.launch)
+    if gpu.is_cpu:  # which computes only when it has started
+        return Work(ahead, attention, traffic, starting), Work(back, attention_back, 2 * traffic, 2 * starting)
     return (
         Work(ahead, attention, traffic, max(0.0, starting - ahead - attention - traffic)),
         Work(back, attention_back, 2 * traffic, max(0.0, 2 * starting - back - attention_back - 2 * traffic)),
