@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.parallel.apply import Cutting, cuts_tokens
 from lockstep.planner.hardware import Machine
-from lockstep.planner.here import newest_bench
+from lockstep.planner.here import newest_bench, shared_cpu
 from lockstep.planner.job import Job
 from lockstep.planner.machines import HERE, find_machine
 from lockstep.planner.memory import estimate_memory
@@ -75,9 +75,9 @@ def foretell(expected: Expected) -> dict[str, Any]:
     except Exception as error:  # whatever it is, the run goes on
         return {**nothing, "reason": f"{type(error).__name__}: {error}"}
     # Slack is what an allocator holds and no tensor has, and is not measured.
-    fullest = max(memories, key=lambda memory: memory.total - memory.slack)
+    fullest = max(memories, key=lambda memory: memory.allocated)
     return {
-        "memory_bytes": round(fullest.total - fullest.slack),
+        "memory_bytes": round(fullest.allocated),
         "step_seconds": time.total,
         "machine": job.machine.name,
         "band": fullest.band,
@@ -107,14 +107,7 @@ def machine_of(expected: Expected) -> Machine:
     if expected.device.type == "cuda":
         return find_machine(torch.cuda.get_device_name(expected.device), place.nodes, place.world_size)
     laptop = find_machine("laptop-cpu")
-    # The ranks of a node share its cores and its memory.
-    share = 1 / place.local_world_size
-    gpu = replace(
-        laptop.gpu,
-        tflops={kind: speed * share for kind, speed in laptop.gpu.tflops.items()},
-        memory_gb=laptop.gpu.memory_gb * share,
-        memory_gb_s=laptop.gpu.memory_gb_s * share,
-    )
+    gpu = shared_cpu(laptop.gpu, 1 / place.local_world_size)
     return replace(laptop, gpu=gpu, gpus_per_node=place.local_world_size, nodes=place.nodes)
 
 

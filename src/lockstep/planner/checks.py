@@ -92,6 +92,11 @@ def tables(model: Model) -> list[int]:
     return [matmul.columns for part in outside for matmul in part.matmuls if matmul.cut == "columns"]
 
 
+def leaves_ranks_empty(entries: int, tp: int) -> bool:
+    """Whether dealing so many entries out, a whole share to each rank in turn, leaves nothing for the last."""
+    return entries <= -(-entries // tp) * (tp - 1)
+
+
 def _check_tensor(model: Model, tp: int) -> None:
     if tp == 1:
         return
@@ -103,7 +108,7 @@ def _check_tensor(model: Model, tp: int) -> None:
             possible = _either(_near_divisors(tensor_limit(model), tp), "tp=")
             raise UserError(f"tp={tp} does not divide the {size:,} {what} of {model.name}", f"use {possible}")
     for entries in tables(model):
-        if entries <= -(-entries // tp) * (tp - 1):
+        if leaves_ranks_empty(entries, tp):
             raise UserError(
                 f"a vocabulary of {entries:,} is too small for tp={tp}, and some ranks would have nothing of it",
                 f"use {_either(_near_divisors(math.gcd(entries, tensor_limit(model)), tp), 'tp=')}",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lockstep.comm.model import Link
 from lockstep.errors import UserError
-
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True)

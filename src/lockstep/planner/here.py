@@ -43,7 +43,7 @@ def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, g
         host_gb=memory_here(Path("/"))[0] / 1e9 if bench.device == "cuda" else None,
     )
     if bench.device == "cpu":
-        return replace(machine, gpu=_shared(machine.gpu, ranks / each), gpus_per_node=each)
+        return replace(machine, gpu=shared_cpu(machine.gpu, ranks / each), gpus_per_node=each)
     whole = replace(machine, nodes=1) if each < ranks else None
     return replace(machine, gpus_per_node=each, whole=whole)
 
@@ -109,8 +109,8 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
     return replace(found, matmul=min(1.0, share), memory_gb_s=copy, source=f"{source}; {found.source}")
 
 
-def _shared(gpu: Gpu, share: float) -> Gpu:
-    """A CPU rank that has so many times the cores and the memory."""
+def shared_cpu(gpu: Gpu, share: float) -> Gpu:
+    """A CPU rank that has so many times the cores and the memory: the ranks of a node share them."""
     tflops = {kind: speed * share for kind, speed in gpu.tflops.items()}
     return replace(gpu, tflops=tflops, memory_gb=gpu.memory_gb * share, memory_gb_s=gpu.memory_gb_s * share)
 

@@ -48,6 +48,11 @@ class Job:
     """Whose software: planner/stacks.py knows what differs between them."""
 
     @property
+    def width(self) -> float:
+        """Bytes of an activation: products in 8 or 4 bits read what is kept in 16."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
     def data_size(self) -> int:
         """Ranks that read different samples."""
         return self.layout.data_size

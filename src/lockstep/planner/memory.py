@@ -12,11 +12,8 @@ from lockstep.config import Schedule
 from lockstep.planner.estimate import Memory
 from lockstep.planner.job import Job
 from lockstep.planner.model import Attention, Part
-from lockstep.planner.stacks import STACKS, Stack, find_stack
+from lockstep.planner.stacks import Stack, find_stack
 from lockstep.planner.stages import stages_of_job
-
-FORMATS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "fp4": 2.0}
-"""Bytes of an activation: products in 8 or 4 bits read what is kept in 16."""
 
 
 @dataclass(slots=True)
@@ -53,9 +50,9 @@ class Rank:
 
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
     """One estimate for every rank of a pipeline that may be the fullest, and for the last one."""
-    stack = STACKS.get(job.stack) or find_stack(job.stack)
+    stack = find_stack(job.stack)
     cut = stages_of_job(job, stack)
-    width = FORMATS[job.precision]
+    width = job.width
     block = _kept(job, stack, job.model.blocks, width), _live_block(job, stack, job.model.blocks, width)
     return tuple(
         _at_the_peak(job, stack, _rank(job, stack, number, cut.blocks[number], number == cut.head, block))
@@ -102,14 +99,14 @@ def logit_bytes(job: Job, stack: Stack) -> float:
     """Of a logit at the fullest moment of the loss."""
     if job.layout.tp == 1:
         return stack.logits
-    return stack.cut_logits + (stack.rounded_logits if FORMATS[job.precision] == 2.0 else 0.0)
+    return stack.cut_logits + (stack.rounded_logits if job.width == 2.0 else 0.0)
 
 
 def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool, block: tuple[float, float]) -> Rank:
     layout, model, zero = job.layout, job.model, job.effective_zero
     ends, head_weights = model.end_parameters(number == 0, has_last, layout.tp)
     block_parameters = model.blocks.parameters - model.blocks.cut_parameters * (1 - 1 / layout.tp)
-    width = FORMATS[job.precision]
+    width = job.width
     accumulates = job.micro_batches > 1 or layout.pp > 1
     return Rank(
         number=number,
@@ -221,7 +218,7 @@ def _gathered(job: Job, stack: Stack, rank: Rank) -> tuple[float, float]:
     elif layout.dp * rank.shards > 1:
         found = stack.buckets * rank.own
     if layout.pp > 1:
-        residual = stack.residual if rank.width == 2.0 else rank.width
+        residual = stack.residual_bytes(rank.width)
         rows = layout.tp if job.sequence_parallel else 1
         found += 2 * rank.samples * job.model.blocks.border * residual / rows
     return found, one_block
@@ -231,7 +228,7 @@ def _kept(job: Job, stack: Stack, block: Part, width: float) -> float:
     """Bytes of one sample that a block keeps from its forward to its backward."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
-    residual = stack.residual if width == 2.0 else width
+    residual = stack.residual_bytes(width)
     if job.recompute == "full":
         return block.border * residual / rows
     if job.recompute == "selective" and stack.selective == "products":
@@ -242,7 +239,7 @@ def _kept(job: Job, stack: Stack, block: Part, width: float) -> float:
 def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
-    residual = stack.residual if width == 2.0 else width
+    residual = stack.residual_bytes(width)
     rounded = block.kept - block.kept_residual
     whole = block.kept_residual * residual + rounded * width + block.kept_bytes + stack.copies * block.border * width
     kept = whole / rows + block.cut_kept * width / tp
@@ -294,7 +291,7 @@ def _live_block(job: Job, stack: Stack, block: Part, width: float) -> float:
     """Bytes of one sample while a block is gone back through: its gradients, and all it keeps if it is recomputed."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
-    residual = stack.residual if width == 2.0 else width
+    residual = stack.residual_bytes(width)
     live = 2 * block.border * residual / rows + block.widest * 2 * width / tp
     if rows > 1:
         live += 2 * block.border * width
@@ -308,6 +305,6 @@ def _edge(job: Job, stack: Stack, part: Part | None, width: float) -> float:
     if part is None:
         return 0.0
     rows = job.layout.tp if job.sequence_parallel else 1
-    residual = stack.residual if width == 2.0 else width
+    residual = stack.residual_bytes(width)
     kept = part.kept_residual * residual + (part.kept - part.kept_residual) * width
     return kept / rows + part.kept_bytes + part.cut_kept * width / job.layout.tp

@@ -21,6 +21,7 @@ from lockstep.planner.models import find_model
 from lockstep.planner.search import Asked, Zero
 from lockstep.planner.settings import PLACEHOLDER
 from lockstep.recipes.catalog import RECIPES
+from lockstep.toml import read_toml
 
 USUAL_TOKENS = ((1e9, 0.5e6), (2e10, 2e6), (2e11, 4e6), (float("inf"), 16e6))
 """Tokens of a step for a model of up to so many parameters.
@@ -151,8 +152,6 @@ def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, 
     if is_recipe:
         first = {"recipe": typed.model}
         if typed.model.endswith(".toml"):
-            from lockstep.toml import read_toml
-
             first = read_toml(Path(typed.model))
     elif {"global_batch", "batch_per_device"} & ({*told} | {*(typed.values or {})}):
         first = {}
@@ -241,4 +240,4 @@ def _cuts_tokens(asked: str, machine: Machine) -> bool:
 def check_choice(option: str, value: str | None, options: Sequence[str]) -> None:
     """Refuse a word that an option does not know."""
     if value is not None and value not in options:
-        raise unknown(f"{option}", value, options)
+        raise unknown(option, value, options)

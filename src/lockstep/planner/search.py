@@ -17,6 +17,7 @@ from lockstep.parallel.timetable import ONE_STAGE, SPLITS_BACKWARD, V_SHAPED
 from lockstep.planner.checks import (
     context_fits,
     divisors,
+    leaves_ranks_empty,
     most_stages,
     schedule_takes,
     tables,
@@ -63,11 +64,6 @@ class Candidate:
     memory: Memory
     """Of the fullest stage."""
     time: Time
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all GPUs; samples, for a model whose samples are not sequences."""
-        return self.job.tokens / self.time.total
 
 
 @dataclass
@@ -221,7 +217,7 @@ def teams(base: Job, world_size: int) -> Iterator[tuple[int, int, int]]:
     for tp in divisors(world_size):
         if tp > node or (tp > 1 and (not limit or limit % tp)):
             continue
-        if any(size <= -(-size // tp) * (tp - 1) for size in entries):
+        if any(leaves_ranks_empty(size, tp) for size in entries):
             continue
         for cp in divisors(world_size // tp):
             if context_fits(base.model, cp) and (cp == 1 or base.model.sequence // cp >= LEAST_TOKENS):

@@ -5,7 +5,7 @@ Sources stand beside the figures: the code of a stack, what its authors say, or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.errors import unknown
@@ -84,6 +84,31 @@ class Stack:
     cut_band: float = 0.0
     """The same with tp, cp or pp, where that is more."""
 
+    def residual_bytes(self, width: float) -> float:
+        """Of an element of the stream of residuals, where activations have so many."""
+        return self.residual if width == 2.0 else width
+
+
+# Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
+MEGATRON = Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05)
+
+# FSDP2 with fp32 shards and a bf16 policy; peak reserved.
+TORCHTITAN = Stack(
+    "torchtitan",
+    weights=4.0,
+    gradients=4.0,
+    optimizer=8.0,
+    gathered=2.0,
+    summed=4.0,
+    gradients_stay=False,
+    selective="products",
+    shards_over_context=True,
+    # loss_parallel goes back through x, its one-hot, exp(x) and their sum, all in fp32.
+    cut_logits=16.0,
+    fragments=0.15,
+    base=0.5e9,
+    band=0.15,
+)
 
 STACKS = {
     stack.name: stack
@@ -117,18 +142,8 @@ STACKS = {
             # These were traced and run on CPUs, never on several GPUs.
             cut_band=0.12,
         ),
-        # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
-        Stack("megatron", weights=2.0, gradients=4.0, optimizer=12.0, gathered=2.0, summed=4.0, fragments=0.05),
-        Stack(
-            "megatron-core",
-            weights=2.0,
-            gradients=4.0,
-            optimizer=12.0,
-            gathered=2.0,
-            summed=4.0,
-            cut="early",
-            fragments=0.05,
-        ),
+        MEGATRON,
+        replace(MEGATRON, name="megatron-core", cut="early"),
         # DeepSpeed's ZeRO-1 has gradients in 16 bits and, of its own part, weights, moments and gradients in fp32; its
         # optimizer for bf16 accumulates all gradients in fp32. Buckets of 5e8 elements, communicators: nvidia-smi's.
         Stack(
@@ -143,40 +158,9 @@ STACKS = {
             base=5e9,
             band=0.12,
         ),
-        # FSDP2 with fp32 shards and a bf16 policy; peak reserved.
-        Stack(
-            "torchtitan",
-            weights=4.0,
-            gradients=4.0,
-            optimizer=8.0,
-            gathered=2.0,
-            summed=4.0,
-            gradients_stay=False,
-            selective="products",
-            shards_over_context=True,
-            # loss_parallel goes back through x, its one-hot, exp(x) and their sum, all in fp32.
-            cut_logits=16.0,
-            fragments=0.15,
-            base=0.5e9,
-            band=0.15,
-        ),
+        TORCHTITAN,
         # Since then its loss is compiled: logits and their gradient, both in 16 bits, are all that is written down.
-        Stack(
-            "torchtitan-2025",
-            weights=4.0,
-            gradients=4.0,
-            optimizer=8.0,
-            gathered=2.0,
-            summed=4.0,
-            gradients_stay=False,
-            selective="products",
-            shards_over_context=True,
-            logits=4.0,
-            cut_logits=16.0,
-            fragments=0.15,
-            base=0.5e9,
-            band=0.15,
-        ),
+        replace(TORCHTITAN, name="torchtitan-2025", logits=4.0),
         Stack(
             "composer",
             weights=4.0,

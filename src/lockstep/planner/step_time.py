@@ -129,10 +129,10 @@ def fill(rows: int, columns: int, batch: int, multiprocessors: int) -> float:
 
 
 def product_seconds(
-    rows: float, inner: float, columns: float, gpu: Gpu, speed: float, *, batch: float = 1, width: int = 2
+    rows: float, inner: float, columns: float, gpu: Gpu, speed: float, *, batch: float = 1, width: float = 2.0
 ) -> float:
     """[rows, inner] x [inner, columns], so many of them at once: by flops at `speed`, or by bytes of `width` each."""
-    share = inner / (inner + (DEPTH if width == 2 else FP32_DEPTH))
+    share = inner / (inner + (DEPTH if width == 2.0 else FP32_DEPTH))
     if not gpu.is_cpu:
         share *= fill(max(1, round(rows)), max(1, round(columns)), max(1, round(batch)), gpu.multiprocessors)
         share *= next(
@@ -146,7 +146,7 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
     """Forward and backward of one micro-batch through one part on one rank."""
     gpu, tp = job.machine.gpu, job.layout.tp
     scale = job.micro_batch / job.layout.cp
-    width = 4 if job.precision == "fp32" else 2
+    width = job.width
     # Only products of the blocks are narrower than 16 bits: embedding, head and attention are not.
     narrow = job.precision in NARROW
     kept_up = FP32_SHARE if job.precision == "fp32" and not gpu.is_cpu else gpu.matmul
@@ -183,7 +183,7 @@ def _cut(matmul: Matmul, scale: float, tp: int) -> tuple[float, float, float]:
     return matmul.rows * scale, inner, columns
 
 
-def _attention(job: Job, attention: Attention, speeds: Speeds, speed: float, width: int) -> tuple[float, float]:
+def _attention(job: Job, attention: Attention, speeds: Speeds, speed: float, width: float) -> tuple[float, float]:
     """Forward and backward of the scores and what is made of them."""
     gpu, cp = job.machine.gpu, job.layout.cp
     heads = attention.heads / job.layout.tp * job.micro_batch
@@ -241,7 +241,7 @@ def collective_seconds(job: Job, kind: Kind, size: float, ranks: int, stride: in
 def neighbour_seconds(job: Job, stack: Stack) -> float:
     """What a pipeline stage hands to the next, from all GPUs of a node at once."""
     machine, layout = job.machine, job.layout
-    size = job.model.blocks.border * job.micro_batch / layout.cp * (4 if job.precision == "fp32" else stack.residual)
+    size = job.model.blocks.border * job.micro_batch / layout.cp * stack.residual_bytes(job.width)
     size /= layout.tp if stack.parts_cross else 1
     stride = layout.world_size // layout.pp
     if stride * 2 <= machine.gpus_per_node or machine.nodes == 1:
@@ -256,8 +256,7 @@ def hidden_behind(compute: float, communication: float, contention: float) -> fl
 
 def _tensor(job: Job) -> float:
     """Sums over tp: two in the forward of a block, two in its backward, and two more when the forward is done again."""
-    width = 4 if job.precision == "fp32" else 2
-    size = job.model.blocks.border * job.micro_batch / job.layout.cp * width
+    size = job.model.blocks.border * job.micro_batch / job.layout.cp * job.width
     sums = (6 if job.recompute == "full" else 4) * collective_seconds(job, "all-reduce", size, job.layout.tp, 1)
     return sums * (ASYNC_TENSOR if job.async_tensor else 1.0)
 
@@ -267,8 +266,8 @@ def _context(job: Job, forward: Work, backward: Work, stack: Stack, speeds: Spee
     attention, cp = job.model.blocks.attention, job.layout.cp
     if cp == 1 or attention is None:
         return 0.0
-    width = 4 if job.precision == "fp32" else 2
-    both = 2 * attention.kv_heads * attention.head_dim * attention.tokens * job.micro_batch * width / job.layout.tp
+    keys = attention.kv_heads * attention.head_dim * attention.tokens
+    both = 2 * keys * job.micro_batch * job.width / job.layout.tp
     around = collective_seconds(job, "all-gather", both, cp, job.layout.tp)
     if stack.gathers_keys:
         return 3 * around
