@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and shares as people read them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def seconds_text(seconds: float) -> str:
         if seconds >= ROUNDED_UP * unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def percent(share: float) -> str:
+    """Whole per cents, but for small ones."""
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
+    return f"{100 * share:.0f} %" if share >= 0.0095 or share == 0 else f"{100 * share:.1f} %"

@@ -14,8 +14,11 @@ from lockstep.cli import options as opt
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console as Terminal
 
+    from lockstep.planner.dry_run import Training
     from lockstep.planner.hardware import Machine
     from lockstep.planner.job import Job
     from lockstep.planner.request import Request, Typed
@@ -122,6 +125,7 @@ def _plan_one(
 ) -> int:
     """One layout, term by term."""
     from lockstep.planner.checks import check_job, host_remarks, verdict
+    from lockstep.planner.estimate import fullest_of
     from lockstep.planner.fitting import ways_to_fit
     from lockstep.planner.memory import estimate_memory
     from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
@@ -130,11 +134,10 @@ def _plan_one(
     from lockstep.planner.step_time import estimate_time
 
     job, chosen = _settled(request)
-    if trace:
-        _refuse_trace(request, job)
+    build = _traceable(request, job) if trace else None
     remarks = [*check_job(job), *request.remarks, *chosen]
     memories, time = estimate_memory(job), estimate_time(job)
-    fullest = max(memories, key=lambda memory: memory.total)
+    fullest = fullest_of(memories)
     remarks += host_remarks(job, max(memories, key=lambda memory: memory.host))
     says = verdict(fullest, job.machine.gpu)
     show_one(job, memories, time, tokens, terminal)
@@ -158,7 +161,7 @@ def _plan_one(
     if explain:
         _explain(job, terminal)
     if trace:
-        result["trace"] = _trace(request, job, terminal)
+        result["trace"] = _trace(job, build, terminal)
     if as_json:
         print(json.dumps(result, allow_nan=False), flush=True)
     return 0 if says == "fits" else 1
@@ -250,24 +253,24 @@ def _explain(job: Job, terminal: Terminal) -> None:
         terminal.print(f"\n{text}", markup=False, soft_wrap=True)
 
 
-def _refuse_trace(request: Request, job: Job) -> None:
-    """Say what cannot be traced before anything is shown."""
+def _traceable(request: Request, job: Job) -> Callable[[], Training] | None:
+    """What builds the model that is traced, None: its numbers do; refuses what cannot be, before anything is shown."""
     from lockstep.planner.trace import refuse_untraceable
     from lockstep.planner.tracing import training_of
 
-    refuse_untraceable(job, training_of(request.typed.model, request.told, request.typed.sequence) is not None)
+    build = training_of(request.typed.model, request.told, request.typed.sequence)
+    refuse_untraceable(job, build is not None)
+    return build
 
 
-def _trace(request: Request, job: Job, terminal: Terminal) -> dict[str, Any]:
+def _trace(job: Job, build: Callable[[], Training] | None, terminal: Terminal) -> dict[str, Any]:
     """The formulas beside what the real model, cut for real, would hold."""
     from dataclasses import asdict
 
     from lockstep.amounts import bytes_text
     from lockstep.planner.memory import estimate_memory
     from lockstep.planner.trace import cross_check, cross_check_text, trace_memory
-    from lockstep.planner.tracing import training_of
 
-    build = training_of(request.typed.model, request.told, request.typed.sequence)
     with terminal.status("cutting the model and running a step without data"):
         traced = trace_memory(job, build)
     terminal.print("\nformulas beside the real model, cut for real and run without data", style="bold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -36,6 +37,11 @@ class Memory:
     def allocated(self) -> float:
         """The part of it that tensors hold, as torch.cuda.max_memory_allocated counts."""
         return self.total - self.slack
+
+
+def fullest_of(memories: Iterable[Memory]) -> Memory:
+    """The estimate of the rank that needs most."""
+    return max(memories, key=lambda memory: memory.total)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.amounts import percent
 from lockstep.parallel.timetable import SPLITS_BACKWARD
 from lockstep.planner.estimate import Time
 from lockstep.planner.job import Job
@@ -58,6 +59,11 @@ class Figures:
     """Of a GPU with its share of the node."""
     bottleneck: str
 
+    @property
+    def usual_amount(self) -> float:
+        """What a cost is given for where nobody says: a billion tokens, or a million samples."""
+        return 1e9 if self.item == "tokens" else 1e6
+
     def gpu_hours(self, job: Job, items: float) -> float:
         """For so many tokens."""
         return items / self.items_per_second * job.layout.world_size / 3600
@@ -93,6 +99,12 @@ def communication_share(time: Time) -> float:
     return sum(float(getattr(time, name)) for name in COMMUNICATION) / time.total
 
 
+def largest_loss(time: Time) -> tuple[str, float]:
+    """The largest term of a step besides products, and its share."""
+    name = max((name for name in SHARES if name != "compute"), key=lambda name: float(getattr(time, name)))
+    return name, getattr(time, name) / time.total
+
+
 def _watts(job: Job, time: Time) -> float:
     """Idle, and as much more of the TDP as the GPU is busy; the rest of the node on top."""
     gpu = job.machine.gpu
@@ -102,15 +114,11 @@ def _watts(job: Job, time: Time) -> float:
 
 def _bottleneck(job: Job, time: Time) -> str:
     """Products are what a step is for; so the largest of the rest is named unless it is small."""
-    shares = {name: getattr(time, name) / time.total for name in SHARES}
-    name = max((name for name in SHARES if name != "compute"), key=shares.__getitem__)
-    if shares["compute"] >= 0.5 and shares[name] < 0.15:
+    name, lost = largest_loss(time)
+    compute = time.compute / time.total
+    if compute >= 0.5 and lost < 0.15:
         again = ", a quarter of it recomputed" if job.recompute == "full" else ""
-        return f"{SHARES['compute']}, {_percent(shares['compute'])} of a step{again}"
-    told = f"{SHARES[name]}, {_percent(shares[name])} of a step"
+        return f"{SHARES['compute']}, {percent(compute)} of a step{again}"
+    told = f"{SHARES[name]}, {percent(lost)} of a step"
     cannot_compile = job.compiled or (job.layout.pp > 1 and job.schedule in SPLITS_BACKWARD)
     return told if name == "memory_bound" and cannot_compile else f"{told}: {REMEDY[name]}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

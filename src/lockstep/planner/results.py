@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.planner.checks import capacity, verdict
-from lockstep.planner.estimate import Memory, Time
+from lockstep.planner.estimate import Memory, Time, fullest_of
 from lockstep.planner.figures import SHARES, figures
 from lockstep.planner.job import Job
 from lockstep.planner.scale import Point, Scaling
@@ -45,7 +45,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 def memory_json(job: Job, memories: Sequence[Memory]) -> dict[str, Any]:
     """Bytes by stage, and whether they fit."""
-    fullest = max(memories, key=lambda memory: memory.total)
+    fullest = fullest_of(memories)
     return {
         "verdict": verdict(fullest, job.machine.gpu),
         "capacity": capacity(job.machine.gpu),
@@ -58,7 +58,7 @@ def memory_json(job: Job, memories: Sequence[Memory]) -> dict[str, Any]:
 def time_json(job: Job, time: Time, items: float | None) -> dict[str, Any]:
     """Seconds by term, and what follows from them."""
     found = figures(job, time)
-    amount = items or (1e9 if found.item == "tokens" else 1e6)
+    amount = items or found.usual_amount
     return {
         "step": time.total,
         "terms": {name: getattr(time, name) for name in SHARES},

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from lockstep.amounts import seconds_text
+from lockstep.amounts import percent, seconds_text
 from lockstep.charts import Series, line_chart, terminal_chart
 from lockstep.planner.scale import GPU_WRITES_GB_S, Costs, Point, Scaling
-from lockstep.planner.show import count_text, percent, print_whole, schedule_text
+from lockstep.planner.show import count_text, print_whole, schedule_text
 
 
 def show_scaling(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:

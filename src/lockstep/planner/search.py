@@ -24,7 +24,7 @@ from lockstep.planner.checks import (
     tensor_limit,
     verdict,
 )
-from lockstep.planner.estimate import Memory, Time
+from lockstep.planner.estimate import Memory, Time, fullest_of
 from lockstep.planner.job import Job, Recompute, count_micro_batches
 from lockstep.planner.memory import estimate_memory
 from lockstep.planner.step_time import estimate_time
@@ -184,7 +184,7 @@ def _changed(job: Job, **changes: Any) -> Job:
 
 def fullest(job: Job) -> Memory:
     """The estimate for the stage that needs most."""
-    return max(estimate_memory(job), key=lambda memory: memory.total)
+    return fullest_of(estimate_memory(job))
 
 
 def powers(most: int) -> tuple[int, ...]:

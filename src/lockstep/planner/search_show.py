@@ -8,15 +8,15 @@ from dataclasses import replace
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from lockstep.amounts import bytes_text, seconds_text
+from lockstep.amounts import bytes_text, percent, seconds_text
 from lockstep.charts import Series, line_chart, terminal_chart
 from lockstep.planner.checks import capacity
 from lockstep.planner.estimate import Time
-from lockstep.planner.figures import SHARES, figures
+from lockstep.planner.figures import figures, largest_loss
 from lockstep.planner.fitting import Way, enough_gpus
 from lockstep.planner.job import Job
 from lockstep.planner.search import Asked, Candidate, Found
-from lockstep.planner.show import LOST_TO, count_text, holder, percent, print_whole, schedule_text
+from lockstep.planner.show import LOST_TO, count_text, holder, print_whole, schedule_text
 
 MOST_ROWS = 10
 
@@ -80,8 +80,7 @@ def _reason(reason: str) -> str:
 
 def lost_to(time: Time) -> str:
     """The largest term besides products, in a word, with its share."""
-    name = max((name for name in SHARES if name != "compute"), key=lambda name: float(getattr(time, name)))
-    share = getattr(time, name) / time.total
+    name, share = largest_loss(time)
     return f"{LOST_TO.get(name, name)} {percent(share)}"
 
 

@@ -8,9 +8,9 @@ from rich.console import Console as Terminal
 from rich.measure import Measurement
 from rich.table import Table
 
-from lockstep.amounts import bytes_text, seconds_text
+from lockstep.amounts import ROUNDED_UP, bytes_text, percent, seconds_text
 from lockstep.planner.checks import Verdict, capacity, verdict
-from lockstep.planner.estimate import Memory, Time
+from lockstep.planner.estimate import Memory, Time, fullest_of
 from lockstep.planner.figures import SHARES, figures
 from lockstep.planner.job import Job
 from lockstep.planner.settings import PLACEHOLDER, options
@@ -42,16 +42,9 @@ LOST_TO = {
 def count_text(number: float) -> str:
     """A large number in a few letters."""
     for unit, name in ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * unit:
+        if number >= ROUNDED_UP * unit:
             return f"{number / unit:.3g} {name}"
     return f"{number:.3g}"
-
-
-def percent(share: float) -> str:
-    """Whole per cents, but for small ones."""
-    if 0 < share < 0.0005:
-        return "< 0.1 %"
-    return f"{100 * share:.0f} %" if share >= 0.0095 or share == 0 else f"{100 * share:.1f} %"
 
 
 def holder(job: Job) -> str:
@@ -105,7 +98,7 @@ def show_one(job: Job, memories: Sequence[Memory], time: Time, items: float | No
 
 def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    fullest = max(memories, key=lambda memory: memory.total)
+    fullest = fullest_of(memories)
     unit, name = (1e9, "GB") if fullest.total >= 1e9 else (1e6, "MB")
     table.add_column(f"memory of one {holder(job)}, {name}", no_wrap=True)
     heads = [""] if len(memories) == 1 else [_stage(memory, job) for memory in memories]
@@ -165,7 +158,7 @@ def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) ->
         markup=False,
         soft_wrap=True,
     )
-    show_cost(job, time, items or (1e9 if found.item == "tokens" else 1e6), terminal)
+    show_cost(job, time, items or found.usual_amount, terminal)
     terminal.print(f"bottleneck: {found.bottleneck}", markup=False, soft_wrap=True)
 
 
