@@ -160,8 +160,17 @@ def work(cell: Cell, size: Size, device: str, out: Path) -> None:
 
     shape = GptShape(size.layers, size.width, size.heads, size.context, size.vocabulary)
 
+    class Gpt(GPT2):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+            """The loss of the recipes, whose logits are in 32 bits: autocast alone keeps less on a GPU."""
+            hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+            for block in self.blocks:
+                hidden = block(hidden)
+            logits = self.head(self.norm(hidden)).float()
+            return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
+
     def build() -> nn.Module:
-        model = GPT2(shape)
+        model = Gpt(shape)
         model.head = nn.Linear(size.width, size.vocabulary, bias=False)
         return model
 

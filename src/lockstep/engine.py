@@ -295,7 +295,8 @@ class Engine:
         self._exchange = None
         # Ranks that compute one loss together derive a share of it each: gradients are sums over all ranks.
         scale = loss_scale / (batch.global_batch * self.layout.team)
-        totals = self.forward_backward(batch.micro_batches, scale)
+        with attend_with(self.attention):  # the backward too: blocks that are computed again need the same kernels
+            totals = self.forward_backward(batch.micro_batches, scale)
         exchange = self._exchange or self._start_exchange(totals)
         self._comm.beat.at("summing gradients")
         has_unused = self._gradients.wait()

@@ -455,3 +455,37 @@ def test_batch_norm_has_the_statistics_and_gradients_of_one_process(
     assert int(state["norm1.num_batches_tracked"]) == 5 * (8 // micro_batch) + -(-5 // micro_batch)
     assert not state["norm1.running_mean"].equal(torch.zeros(4))
     assert len({fingerprint(rank[2]) for rank in everybody}) == 1
+
+
+class Seeing(nn.Module):
+    """A block that notes in which order torch would try the kernels of attention, in every forward."""
+
+    def __init__(self, seen: list[list[int]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(VOCABULARY, VOCABULARY)
+        self._seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._seen.append(list(torch._C._get_sdp_priority_order()))  # private in torch 2.11 and 2.13
+        return self.linear(x)
+
+
+def kernels_of_recomputed_blocks(job: Job) -> list[list[int]]:
+    seen: list[list[int]] = []
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, VOCABULARY), *(Seeing(seen) for _ in range(2)))
+
+    with join(job, "single") as run:
+        engine = run.setup(build, text_loss, optimizer=adamw, recompute=True, attention="efficient")
+        for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0):
+            engine.step(batch)
+    return seen
+
+
+def test_a_block_that_is_computed_again_has_the_same_kernels_of_attention(ranks: RankPool) -> None:
+    """What another kernel keeps has other shapes: torch refuses to go back through it."""
+    (seen,) = ranks.run(kernels_of_recomputed_blocks, 1)
+    assert len(seen) == 4, "two blocks, each computed twice"
+    assert seen == [seen[0]] * 4
+    assert seen[0] != list(torch._C._get_sdp_priority_order())

@@ -154,7 +154,6 @@ def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
         # Later all gradients are copied into one buffer, which is summed over cp.
         gathered += max(0.0, 4.0 * rank.own / rank.shards - (activations + logits + gathered - shared))
     held = activations + logits + gathered - shared
-    is_cut = layout.tp * layout.cp * layout.pp > 1
     return Memory(
         stage=rank.number,
         parameters=parameters,
@@ -164,7 +163,7 @@ def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
         logits=logits,
         communication=gathered,
         slack=stack.fragments * held + stack.base,
-        band=max(stack.band, stack.cut_band) if is_cut else stack.band,
+        band=stack.band,
         shared=shared,
         host=12.0 * rank.own / (rank.shards if zero else 1),
     )

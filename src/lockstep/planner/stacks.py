@@ -81,8 +81,6 @@ class Stack:
     """Workspaces of libraries."""
     band: float = 0.1
     """The share by which an estimate may be wrong, from the measured errors (docs/plan.md)."""
-    cut_band: float = 0.0
-    """The same with tp, cp or pp, where that is more."""
 
     def residual_bytes(self, width: float) -> float:
         """Of an element of the stream of residuals, where activations have so many."""
@@ -139,8 +137,6 @@ STACKS = {
             fragments=0.05,
             base=0.1e9,
             band=0.08,
-            # These were traced and run on CPUs, never on several GPUs.
-            cut_band=0.12,
         ),
         MEGATRON,
         replace(MEGATRON, name="megatron-core", cut="early"),
