@@ -163,7 +163,7 @@ def test_a_quick_search_keeps_the_level_of_sharding_that_was_asked_for() -> None
 
 
 def test_more_gpus_are_whole_nodes_of_the_catalogue_with_all_axes() -> None:
-    start = base("llama-3-405b", "H100", 1, 512)
+    start = base("llama-3-405b", "H100", 1, 64)
     ways = ways_to_fit(start)
     assert len(ways) == 3
     jobs = [way.candidate.job for way in ways]
