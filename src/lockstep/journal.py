@@ -132,6 +132,7 @@ class Journal:
             lr=result.lr,
             weight=result.weight,
             items=batch.samples * self._items_per_sample,
+            padding=0,
             seconds=self.step_seconds,
             skipped=result.skipped,
             loss_scale=result.loss_scale,

@@ -73,7 +73,7 @@ def test_the_page_names_every_field_of_every_kind():
 
 
 def test_the_page_can_be_read_in_one_sitting():
-    assert len(DOCS.read_text().splitlines()) <= 140
+    assert len(DOCS.read_text().splitlines()) <= 165
 
 
 @pytest.mark.parametrize(

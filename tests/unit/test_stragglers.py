@@ -133,13 +133,15 @@ def test_a_rank_with_more_samples_may_take_longer_and_no_longer_than_that() -> N
 
 
 def test_what_the_ranks_tell_becomes_seconds_of_a_mean_step() -> None:
+    alike = {"steps": 4, "seconds": 2.0, "optimizer": 0.2, "between": 0.0, "samples": 8}
     told = [
-        {"steps": 4, "seconds": 2.0, "input": 0.4, "wait": 1.2, "memory": 5, "host": "a", "samples": 8},
-        {"steps": 4, "seconds": 2.0, "input": 0.0, "wait": 0.4, "memory": 6, "host": "b", "samples": 8},
+        {**alike, "input": 0.4, "wait": 1.2, "memory": 5, "host": "a"},
+        {**alike, "input": 0.0, "wait": 0.4, "memory": 6, "host": "b"},
     ]
     event = ranks_event(told)
     assert event["seconds"] == 0.5
     assert event["input"] == [0.1, 0.0]
     assert event["wait"] == [0.3, 0.1]
     assert event["compute"] == pytest.approx([0.1, 0.4])
+    assert event["optimizer"] == [0.05, 0.05]
     assert (event["memory"], event["hosts"]) == ([5, 6], ["a", "b"])

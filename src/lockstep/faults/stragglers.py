@@ -46,6 +46,8 @@ def ranks_event(told: Sequence[Mapping[str, Any]]) -> Event:
         "seconds": _short(sum(whole) / len(whole)),
         "input": of_a_step("input"),
         "compute": [_short(max(0.0, seconds - stood)) for seconds, stood in zip(whole, still, strict=True)],
+        "optimizer": of_a_step("optimizer"),
+        "between": of_a_step("between"),
         "wait": of_a_step("wait"),
         "samples": [rank["samples"] for rank in told],
         "memory": [rank["memory"] for rank in told],

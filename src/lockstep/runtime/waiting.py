@@ -45,6 +45,9 @@ class Spent:
     wait: float
     samples: int
     """What this rank computed."""
+    optimizer: float = 0.0
+    between: float = 0.0
+    """The script's own code between two steps."""
 
 
 class StepClock:
