@@ -1,4 +1,4 @@
-"""A run in numbers: what the headline, the advice, the comparison and the closing table of the console are made from."""
+"""A run in numbers: what headline, advice, comparison and the closing table of the console are made from."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class HostSummary:
 
 @dataclass(frozen=True)
 class StragglerSummary:
-    """Who held the steps up and why, as the run itself found (docs/stragglers.md); the last word on each rank and cause."""
+    """Who held the steps up and why, as the run itself found: the last word on each rank and cause."""
 
     rank: int | None
     host: str | None
