@@ -54,7 +54,7 @@ class TimeSpent:
     @property
     def whole(self) -> float:
         """All of it."""
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
     @property
     def steps(self) -> float:
