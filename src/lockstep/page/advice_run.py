@@ -211,5 +211,7 @@ def _cause(attempt: AttemptSummary) -> str:
 def _every(seconds: float, summary: Summary) -> str:
     """How often to save, as the config says it."""
     if seconds >= 60 or not summary.step_seconds:
-        return f'as with save_every = "{max(1, round(seconds / 60))} minutes"'
-    return f'as with save_every = "{max(1, math.ceil(seconds / summary.step_seconds))} steps"'
+        count, unit = max(1, round(seconds / 60)), "minute"
+    else:
+        count, unit = max(1, math.ceil(seconds / summary.step_seconds)), "step"
+    return f'as with save_every = "{count} {unit}{"s" if count > 1 else ""}"'

@@ -166,7 +166,7 @@ def _throughput(summary: Summary) -> Fact:
 def _items(summary: Summary) -> Fact:
     real = summary.items - summary.padding
     padding = f"{count_text(summary.padding)} more were padding" if summary.padding else "none were padding"
-    trained = f"the loss was divided by {count_text(summary.trained)} in all"
+    trained = f"{count_text(summary.trained)} were trained on: what the losses were divided by"
     return Fact(summary.item.capitalize(), f"{count_text(real)} real", f"{padding}; {trained}")
 
 
