@@ -358,9 +358,10 @@ def test_skipped_steps_and_a_loss_that_is_not_finite() -> None:
     assert skipped.evidence == "50 of 1000 steps (5 %) left the weights as they were, with 50 alarms."
     assert 'use precision = "bf16"' in first(healthy(skipped_steps=50, precision="fp16")).text
     assert advise(healthy(skipped_steps=2)) == []
-    lost = first(healthy(loss=float("nan")))
-    assert "nothing is learnt any more" in lost.text
-    assert lost.evidence == "The loss of step 1000 is nan."
+    for loss in (None, float("nan")):
+        lost = first(healthy(loss=loss))
+        assert "nothing is learnt any more" in lost.text
+        assert lost.evidence == "The loss of step 1000 is no finite number."
 
 
 def test_padding_is_computed_for_nothing() -> None:

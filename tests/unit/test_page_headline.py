@@ -91,6 +91,7 @@ def test_goodput_is_steps_that_were_kept_over_all_time() -> None:
     ("label", "changes"),
     [
         ("MFU", {"mfu": 1.2}),
+        ("MFU", {"mfu": None, "flops_per_second": 5e15}),
         ("Goodput", {"spent": replace(SPENT, other=-100)}),
         ("Memory", {"memory": 160 * GB}),
     ],
@@ -107,7 +108,7 @@ def test_mfu_says_what_it_is_and_of_which_peak() -> None:
         "model FLOPs per second over the stated peak; recomputation not counted: 1.6 PFLOP/s of 4 PFLOP/s (data "
         "sheet, dense bf16)"
     )
-    assert fact("MFU", mfu=None, mfu_reason="no peak is known of a CPU") == Fact(
+    assert fact("MFU", mfu=None, peak_flops=None, mfu_reason="no peak is known of a CPU") == Fact(
         "MFU", UNKNOWN, "no peak is known of a CPU"
     )
 
@@ -136,7 +137,8 @@ def test_losses() -> None:
     assert fact("Best validation").note == "loss after step 900"
     assert fact("Test", test_loss=4.605).value == "4.605"
     assert fact("Loss", loss=float("nan")).level == "error"
-    assert fact("Loss", loss=None).value == UNKNOWN
+    assert fact("Loss", loss=None).value == "not finite"
+    assert fact("Loss", loss=None, steps=0).value == UNKNOWN
     assert fact("Best validation", best_loss=None).note == "nothing was validated"
 
 

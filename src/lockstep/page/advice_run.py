@@ -154,12 +154,12 @@ def much_validation(summary: Summary) -> Found | None:
 
 def lost_steps(summary: Summary) -> Found | None:
     """Loss or gradients are not finite: steps are skipped, or all that follows is lost."""
-    if summary.loss is not None and not math.isfinite(summary.loss):
+    if summary.steps and (summary.loss is None or not math.isfinite(summary.loss)):
         text = (
             "The loss is not finite, so that nothing is learnt any more: go on from an earlier checkpoint with a "
             "smaller optimizer.lr, or clip gradients."
         )
-        return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is {summary.loss}.", "training")
+        return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is no finite number.", "training")
     skipped = summary.skipped_steps
     if skipped < max(LEAST_LOST_STEPS, MOST_LOST_STEPS * summary.steps) or summary.step_seconds is None:
         return None

@@ -141,12 +141,13 @@ def _energy(summary: Summary) -> Fact:
 
 def _mfu(summary: Summary) -> Fact:
     means = "model FLOPs per second over the stated peak; recomputation not counted"
-    if summary.mfu is None:
+    rate, peak, mfu = summary.flops_per_second, summary.peak_flops, summary.mfu
+    if rate is not None and peak:
+        means += f": {_flops(rate)} of {_flops(peak)}" + (f" ({summary.peak_source})" if summary.peak_source else "")
+        mfu = rate / peak if mfu is None and rate > peak else mfu
+    if mfu is None:
         return Fact("MFU", UNKNOWN, summary.mfu_reason or "the model's FLOPs were not counted")
-    if summary.flops_per_second is not None and summary.peak_flops is not None:
-        of = f"{_flops(summary.flops_per_second)} of {_flops(summary.peak_flops)}"
-        means += f": {of}" + (f" ({summary.peak_source})" if summary.peak_source else "")
-    return _share("MFU", summary.mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
+    return _share("MFU", mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
 
 
 def _share(label: str, share: float, note: str, level: Level) -> Fact:
@@ -172,10 +173,11 @@ def _items(summary: Summary) -> Fact:
 
 def _losses(summary: Summary) -> list[Fact]:
     last = Fact("Loss", UNKNOWN, "no step is done yet")
-    if summary.loss is not None:
-        broken = not math.isfinite(summary.loss)
-        level: Level = "error" if broken else "info"
-        last = Fact("Loss", _number(summary.loss), f"training loss of step {summary.steps}", level)
+    if summary.steps:
+        note = f"training loss of step {summary.steps}"
+        last = Fact("Loss", "not finite", note, "error")
+        if summary.loss is not None and math.isfinite(summary.loss):
+            last = Fact("Loss", _number(summary.loss), note)
     best = Fact("Best validation", UNKNOWN, "nothing was validated")
     if summary.best_loss is not None:
         at = f"loss after step {summary.best_step}" if summary.best_step is not None else "loss"
