@@ -200,6 +200,8 @@ def test_more_threads_than_cores_are_counted_out() -> None:
     )
     assert advice.section == "machine"
     assert advise(replace(crowded, hosts=[HostSummary("node1", 16, 0.3, 4)])) == [], "threads that sleep"
+    some_of_many = replace(crowded, hosts=[HostSummary("node1", 16, 0.1, 4)], ranks=all_ranks(cores=3.9))
+    assert "node1 has 16, 98 % busy" in first(some_of_many).evidence, "16 of the 160 cores of the host are the run's"
     assert advise(replace(crowded, hosts=[HostSummary("node1", 48, 0.98, 4)])) == [], "a core for each"
 
 
@@ -267,17 +269,26 @@ def test_a_restart_loop_comes_before_everything_else() -> None:
     slow = {"ranks": ranks_but(2, input=9.0), "stragglers": [a_straggler(2, "input", 9.0, 0.004)]}
     advice = first(healthy(state="failed", attempts=loop, steps=30, **slow))
     assert advice.text == (
-        "Attempts 2 to 4 failed alike and won no step, so that restarting does not help: repair the cause before the "
-        "next start (rank 4 on node2 raised ValueError: bad label)."
+        "Attempts 1 to 4 failed alike and none got further than the first of them, so that restarting does not help: "
+        "repair the cause before the next start (rank 4 on node2 raised ValueError: bad label)."
     )
-    assert advice.evidence == "3 attempts of 4, 2 min 30 s in all; none got beyond step 30."
+    assert advice.evidence == (
+        "4 attempts of 4: none got beyond step 30, and all after the first, 2 min 30 s, were for nothing."
+    )
     assert advice.section == "events"
 
 
-def test_a_loop_before_the_first_step_is_one_too_and_other_failures_are_not() -> None:
+def test_two_attempts_are_a_loop_where_they_end_at_one_place() -> None:
     same = [failed(number, None, "rank 0 on node1 ran out of memory") for number in (1, 2)]
-    assert "Attempts 1 and 2 failed alike" in first(healthy(state="failed", attempts=same, steps=0)).text
-    other = [same[0], replace(same[1], why="the node went away")]
+    assert "Attempts 1 and 2 failed alike" in first(healthy(state="failed", attempts=same)).text
+    resumed = [failed(1, 30, "bad label"), failed(2, None, "bad label")]
+    assert "none got beyond step 30" in first(healthy(state="failed", attempts=resumed)).evidence
+    accident = [failed(1, 30, "killed by SIGKILL"), failed(2, 20, "killed by SIGKILL")]
+    assert advise(healthy(state="failed", attempts=accident)) == []
+
+
+def test_other_failures_are_no_loop() -> None:
+    other = [failed(1, None, "out of memory"), failed(2, None, "the node went away")]
     assert advise(healthy(state="failed", attempts=other)) == []
     winning = [failed(number, 100 * number, "killed by SIGKILL") for number in (1, 2, 3)]
     assert advise(healthy(state="failed", attempts=winning)) == [], "each of them got further"
