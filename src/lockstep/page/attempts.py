@@ -10,7 +10,7 @@ from lockstep.page.panels import State
 from lockstep.page.summary import AttemptSummary
 
 SILENCE = 600.0
-"""Seconds without an event after which a run that has not ended counts as lost: to load and compile may take minutes."""
+"""Seconds without an event after which a run that has not ended is lost: to load and compile may take minutes."""
 SILENT_STEPS = 20
 """The same in steps, where these take long."""
 OVER = {
@@ -33,7 +33,9 @@ class Started:
     formats: Mapping[str, str]
     versions: Mapping[str, str]
     total_steps: int | None
+    steps_per_epoch: int | None
     global_batch: int
+    micro_batch: int
     item: str
     parameters: int
     resumed_from_step: int | None

@@ -20,7 +20,6 @@ from lockstep.page.damage import (
     finite,
     finite_or_none,
     inner,
-    listed,
     number,
     text,
     whole,
@@ -28,12 +27,12 @@ from lockstep.page.damage import (
 )
 from lockstep.page.machines import Machines
 from lockstep.page.moments import Moments
+from lockstep.page.panels import Level, Timetable
 from lockstep.page.profiles import MOST_PROFILES, Profile, profile_of, timetable_of
 from lockstep.page.ranktimes import RankTimes
 from lockstep.page.series import Series
 from lockstep.page.steps import FIELDS, Steps, pack
 from lockstep.page.summary import Compared, StragglerSummary
-from lockstep.page.panels import Level, Timetable
 
 MOST_ATTEMPTS = 10_000
 MOST_METRICS = 40
@@ -91,6 +90,8 @@ class Digest:
         self.measured_by_run = False
         self.settings = ""
         self.chosen: dict[str, str] = {}
+        self.micro_batch: int | None = None
+        """Where it was chosen while running, in the last attempt."""
         self.timetable: Timetable | None = None
         self.profiles: deque[Profile] = deque(maxlen=MOST_PROFILES)
         self.samples: deque[tuple[int, str, str]] = deque(maxlen=MOST_SAMPLES)
@@ -134,7 +135,7 @@ class Digest:
                 return
             attempt = self._attempt = found
         if number_of < self._newest and kind in BEHIND_THE_STEPS:
-            self._late(kind, attempt, line)
+            self._late(attempt, line)
             return
         self._time, self._line = time, line
         try:
@@ -159,7 +160,7 @@ class Digest:
             found = self.attempts[number_of] = Attempt(number_of)
         return found
 
-    def _late(self, kind: str, attempt: Attempt, line: int) -> None:
+    def _late(self, attempt: Attempt, line: int) -> None:
         newest = self._newest
         self.damage.count(
             f"late {attempt.number} {newest}",
@@ -215,11 +216,14 @@ class Digest:
             formats=_texts(inner(event, "formats")),
             versions=_texts(inner(event, "versions")),
             total_steps=whole_or_none(event, "total_steps"),
+            steps_per_epoch=whole_or_none(event, "steps_per_epoch"),
             global_batch=whole(event, "global_batch", 1),
+            micro_batch=whole(event, "micro_batch", 1),
             item=text(event, "item", 20),
             parameters=whole(event, "parameters"),
             resumed_from_step=whole_or_none(event, "resumed_from_step"),
         )
+        self.micro_batch = None
         since = attempt.started.resumed_from_step
         after = f", after step {since}" if since else ""
         self._say("info", "start", f"attempt {attempt.number} starts: {attempt.started.layout}{after}", since)
@@ -324,6 +328,8 @@ class Digest:
         self.settings = text(event, "text", LONGEST_CONFIG)
 
     def _take_config(self, event: Fields) -> None:
+        chosen = event.get("micro_batch")
+        self.micro_batch = chosen if type(chosen) is int and chosen > 0 else self.micro_batch
         for name, value in event.items():
             if name not in ("time", "kind", "attempt") and len(self.chosen) < 1000:
                 self.chosen[cut(name)] = cut(str(value))

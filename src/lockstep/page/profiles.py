@@ -79,10 +79,10 @@ def _rows(event: Fields, name: str, width: int, most: int = 10_000) -> list[list
 
 
 def _checked(rows: object, name: str, width: int, most: int) -> list[list[Any]]:
-    fine = isinstance(rows, list) and len(rows) <= most
-    if not fine or not all(isinstance(row, list) and len(row) == width for row in rows):  # type: ignore[union-attr,attr-defined]
-        raise UnusableError(f"its field {name!r} is not a list of at most {most:,} lists of {width}")
-    return rows  # type: ignore[return-value]
+    fits = isinstance(rows, list) and len(rows) <= most
+    if isinstance(rows, list) and fits and all(isinstance(row, list) and len(row) == width for row in rows):
+        return rows
+    raise UnusableError(f"its field {name!r} is not a list of at most {most:,} lists of {width}")
 
 
 def _number(value: object) -> float:

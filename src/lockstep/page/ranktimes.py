@@ -99,9 +99,7 @@ class RankTimes:
         idle = (time - begin) - steps * seconds - stall - (attempt.validation - validation)
         return {"stall": stall / steps, "idle": max(0.0, idle) / steps if begin else 0.0}
 
-    def _show(
-        self, step: int, steps: int, means: dict[str, float], lists: dict[str, Array], count: int
-    ) -> None:
+    def _show(self, step: int, steps: int, means: dict[str, float], lists: dict[str, Array], count: int) -> None:
         if self._places[0] != count:
             names = [("steps", EVERYONE), *((part, EVERYONE) for part in PARTS)]
             names += [(f"rank {what}", str(rank)) for what in SHOWN for rank in range(count)]
@@ -129,8 +127,12 @@ class RankTimes:
             RankSummary(
                 rank=rank,
                 host=hosts[rank],
+                input=float(mean["input"][rank]),
+                compute=float(mean["compute"][rank]),
+                optimizer=float(mean["optimizer"][rank]),
+                between=float(mean["between"][rank]),
+                wait=float(mean["wait"][rank]),
                 memory=int(self._sums["memory"][rank]),
-                **{name: float(mean[name][rank]) for name in LISTS if name != "memory"},
             )
             for rank in range(len(mean["compute"]))
         ]

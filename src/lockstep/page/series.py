@@ -91,7 +91,7 @@ class Series:
     def curve(self, name: str, style: str = "line") -> Curve:
         """All of it, to be drawn."""
         if not self._buckets:
-            return _curve(name, *[np.empty(0)] * 5, style)
+            return Curve(name, [], [])
         first, last, total, count, low, high, _ = np.array(self._buckets).T
         return _curve(name, first, last, _over(total, count), low, high, style)
 
@@ -104,7 +104,7 @@ def curve_of(name: str, x: Array, y: Array, style: str = "line", most: int = MOS
 def ratio_curve(name: str, x: Array, part: Array, whole: Array, style: str = "line", most: int = MOST_POINTS) -> Curve:
     """`part / whole` over x, such as items over seconds: of merged points, the sums of both."""
     if not len(x):
-        return _curve(name, *[np.empty(0)] * 5, style)
+        return Curve(name, [], [])
     begins = np.arange(0, len(x), -(-len(x) // most))
     ends = np.append(begins[1:], len(x)) - 1
     with np.errstate(divide="ignore", invalid="ignore"):

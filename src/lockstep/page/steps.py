@@ -68,7 +68,7 @@ class Steps:
         ends = [begin for begin, _ in self._attempts[1:]] + [len(table)]
         for (begin, attempt), end in zip(self._attempts, ends, strict=True):
             attempts[begin:end] = attempt
-        return Columns(*table.T, attempt=attempts)
+        return Columns(*[*table.T, attempts])
 
     def __len__(self) -> int:
         return len(self._rows) // ROW.size

@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.page.attempts import Attempt
 from lockstep.page.digest import Digest
 from lockstep.page.panels import State
+from lockstep.page.series import Array
 from lockstep.page.steps import Columns
 from lockstep.page.summary import Compared, Summary, TimeSpent
 
@@ -95,6 +96,10 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         alarms=digest.alarm_count,
         skipped_steps=int((kept.skipped != 0).sum()),
         warnings=digest.warning_count,
+        saved_step=digest.saved[-1].step if digest.saved else None,
+        steps_per_epoch=started.steps_per_epoch if started else None,
+        global_batch=started.global_batch if started else None,
+        micro_batch=digest.micro_batch or (started.micro_batch if started else None),
     )
 
 
@@ -136,13 +141,13 @@ def time_spent(digest: Digest, columns: Columns, attempts: Sequence[Attempt], wh
     return TimeSpent(**spent)
 
 
-def _warm_up(seconds: np.ndarray) -> float:  # type: ignore[type-arg]
+def _warm_up(seconds: Array) -> float:
     """What the first step of an attempt took longer than its median one: to compile, to fill caches."""
     return max(0.0, float(seconds[0] - np.median(seconds[1:]))) if len(seconds) > 1 else 0.0
 
 
 def _share_out(spent: dict[str, float], attempt: Attempt, in_steps: float, excess: float) -> None:
-    """The time in steps that count, by what the ranks say of a mean step; all of it is useful where they say nothing."""
+    """The time in steps that count, by what the ranks say of a mean step: all of it useful where they say nothing."""
     left = in_steps = max(0.0, in_steps - excess)
     for part, name in PARTS.items():
         share = attempt.parts.get(part, 0.0) / attempt.told_seconds if attempt.told_seconds > 0 else 0.0
