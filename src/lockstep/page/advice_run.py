@@ -53,9 +53,10 @@ def restart_loop(summary: Summary) -> Found | None:
     )
     lost = sum(attempt.end - attempt.begin for attempt in loop[1:])
     reached = max((one.last_step for one in loop if one.last_step is not None), default=0)
+    where = f"step {reached}" if reached else "the start"
     evidence = (
-        f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {f'step {reached}' if reached else 'the start'}"
-        f", and all after the first, {duration_text(lost)}, were for nothing."
+        f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {where}, and all after the first, "
+        f"{duration_text(lost)}, were for nothing."
     )
     ended_so = loop[-1] is summary.attempts[-1] and summary.state in ("failed", "lost")
     return math.inf if ended_so else lost, Advice(text, evidence, "events")
@@ -204,8 +205,8 @@ def _loop(attempts: list[AttemptSummary]) -> list[AttemptSummary]:
             row = [*row, attempt]
         else:
             row = [attempt]
-        at_one_place = attempt.last_step is None or attempt.last_step == row[0].last_step
-        if len(row) > max(len(longest), 1 if at_one_place else LOOP - 1):
+        is_loop = len(row) >= LOOP or (len(row) == 2 and attempt.last_step in (None, row[0].last_step))
+        if is_loop and len(row) > len(longest):
             longest = row
     return longest
 
