@@ -252,6 +252,7 @@ class Run:
                 Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
             ),
             observe=self._observe,
+            optimizing=self._clock.optimizing,
         )
         self._progress.clear()
         where = (self.layout, self._comm, self.device, cutting, self.seed)
