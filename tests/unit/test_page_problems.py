@@ -70,8 +70,9 @@ USUAL = Made(steps=1000)
             id="all wait for data",
         ),
         pytest.param(
-            Made(steps=1000, communication=0.1, layout="fsdp=4"),
-            "The ranks wait for each other: fsdp gathers weights in every block, so try dp=4",
+            Made(steps=1000, communication=0.1, layout="fsdp=4", hosts=2),
+            "The ranks wait for each other: fsdp gathers weights between nodes in every block, so shard inside "
+            "the nodes alone, as in dp=2,fsdp=2;",
             "The ranks waited 100 ms of each 190 ms step, 53 %.",
             id="exposed communication",
         ),

@@ -105,7 +105,7 @@ def _facts(summary: Summary) -> list[Fact]:
 
 
 def _goodput(summary: Summary) -> Fact:
-    means = "the share of the time in steps whose result was kept: no starting, repeating, saving, validating, waiting"
+    means = "the share of the time in steps whose result was kept: without starting, repeating, saving and validating"
     share = summary.spent.goodput
     if share is None:
         return Fact("Goodput", UNKNOWN, "no time has passed yet")
