@@ -130,13 +130,14 @@ def _hours(summary: Summary) -> Fact:
     idle = sum(not gpu.ranks for gpu in summary.gpus)
     if idle and not is_cpu:
         note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
-    return Fact(label, _number(summary.device_hours), note)
+    return Fact(label, f"{summary.device_hours:.3g}", note)
 
 
 def _energy(summary: Summary) -> Fact:
     if summary.kwh is None:
         return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
-    return Fact("Energy", f"{_number(summary.kwh)} kWh", summary.kwh_reason)
+    note = "CPUs and GPUs, as they count it themselves; without the rest of the nodes and their cooling"
+    return Fact("Energy", f"{summary.kwh:.3g} kWh", "; ".join(filter(None, (note, summary.kwh_reason))))
 
 
 def _mfu(summary: Summary) -> Fact:
