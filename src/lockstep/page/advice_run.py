@@ -67,7 +67,7 @@ def repeated_work(summary: Summary) -> Found | None:
     spent = summary.spent
     running = spent.whole - spent.stopped
     failures = sum(attempt.state in ("failed", "lost") for attempt in summary.attempts)
-    if not failures or spent.repeated < MOST_REPEATED * running or _loop(summary.attempts):
+    if not failures or spent.repeated <= MOST_REPEATED * running or _loop(summary.attempts):
         return None
     evidence = (
         f"{duration_text(spent.repeated)} of {duration_text(running)} ({percent(spent.repeated / running)}) were steps "
@@ -94,7 +94,7 @@ def checkpoint_stalls(summary: Summary) -> Found | None:
     """The training stands still while it saves."""
     spent = summary.spent
     training = spent.whole - spent.stopped - spent.starting
-    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints < MOST_STALLS * training:
+    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints <= MOST_STALLS * training:
         return None
     stall = spent.checkpoints / summary.checkpoints
     text = (

@@ -69,7 +69,7 @@ class Group:
     def efficiency(self, run: Summary) -> float | None:
         """The speed-up over how many times as many ranks there are."""
         speed_up = self.speed_up(run)
-        if speed_up is None or self.base is None:
+        if speed_up is None or self.base is None or not run.world_size:
             return None
         return speed_up * self.base.world_size / run.world_size
 
@@ -95,7 +95,7 @@ def group_runs(summaries: Sequence[Summary]) -> list[Group]:
     groups = []
     for runs in found.values():
         ordered = sorted(runs, key=lambda run: run.world_size)
-        groups.append(Group(ordered, next((run for run in ordered if run.items_per_second), None)))
+        groups.append(Group(ordered, next((run for run in ordered if run.items_per_second and run.world_size), None)))
     return groups
 
 

@@ -27,6 +27,8 @@ def headline(summary: Summary) -> Headline:
 
 def devices_text(summary: Summary) -> str:
     """What a run had, in words: "4 GPUs (NVIDIA H200) of 1 node"."""
+    if not summary.world_size:
+        return "the log does not say where it ran"
     nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
     if summary.device == "cpu":
         return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
@@ -38,8 +40,10 @@ def devices_text(summary: Summary) -> str:
 
 
 def _subtitle(summary: Summary) -> str:
-    parameters = f"{count_text(summary.parameters)} parameters"
-    return f"{devices_text(summary)}, layout {summary.layout}, {parameters}, {summary.precision}"
+    where = devices_text(summary)
+    if not summary.world_size:
+        return where
+    return f"{where}, layout {summary.layout}, {count_text(summary.parameters)} parameters, {summary.precision}"
 
 
 def _verdict(summary: Summary) -> str:
