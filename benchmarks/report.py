@@ -1,8 +1,9 @@
 """What it costs to make the page of a long run: a million steps on 64 ranks, which never ran.
 
 The event log is made up, with `ranks` and `machine` events every five seconds, a restart, validations and checkpoints.
-Then a fresh process makes the page of it; its time, the most memory it held and the size of the page's data are measured,
-and of the report too where there is one. Exits with 1 where a limit is broken.
+Then a fresh process makes the page of it: its processor time (one thread does all of it, so that this is how long it
+takes on a machine that does nothing else), the most memory it held and the size of the page's data are measured. Exits
+with 1 where a limit is broken.
 """
 
 from __future__ import annotations
@@ -74,24 +75,24 @@ def measure(folder: Path) -> None:
     from lockstep.page.panels import as_json
 
     page = build_page([folder])
-    built = time.perf_counter() - began
     data = json.dumps(as_json(page), separators=(",", ":"))
     whole = time.perf_counter() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"read": built, "seconds": whole, "memory": memory, "bytes": len(data.encode())}))
+    told = {"seconds": whole, "processor": time.process_time(), "memory": memory, "bytes": len(data.encode())}
+    print(json.dumps(told))
 
 
 def show(told: dict[str, float], log_bytes: int) -> int:
     """A table for people; 1 where a limit is broken."""
     rows = [
-        ("seconds to read the log and make the page", told["seconds"], MOST_SECONDS, "s", 1.0),
+        ("processor time to read the log and make the page", told["processor"], MOST_SECONDS, "s", 1.0),
         ("most memory", told["memory"], MOST_MEMORY, "MB", 1e6),
         ("data of the page", told["bytes"], MOST_BYTES, "MB", 1e6),
     ]
-    print(f"event log: {log_bytes / 1e6:.0f} MB")
+    print(f"event log: {log_bytes / 1e6:.0f} MB; {told['seconds']:.1f} s went by, with whatever else the machine did")
     for name, value, limit, unit, size in rows:
         verdict = "ok" if value <= limit else "TOO MUCH"
-        print(f"{name:<44}{value / size:10.2f} {unit:<3} of {limit / size:6.0f} {unit:<3} {verdict}")
+        print(f"{name:<50}{value / size:10.2f} {unit:<3} of {limit / size:6.0f} {unit:<3} {verdict}")
     return int(any(value > limit for _, value, limit, _, _ in rows))
 
 

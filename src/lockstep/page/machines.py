@@ -40,7 +40,7 @@ class Machines:
         self.gpus: dict[str, Gpu] = {}
         """By their names in the grid; those of the last attempt that told."""
         self._cores: dict[str, int] = {}
-        self._key: object = None
+        self._key: tuple[int, list[int], list[tuple[str, list[int]]]] = (0, [], [])
         self._places = np.empty(0, np.intp)
         self._sum, self._count, self._most, self._last = np.zeros((4, 0))
 
@@ -52,13 +52,10 @@ class Machines:
         hosts = [host for host in all_hosts if _is_readable(host)]
         for _ in range(len(all_hosts) - len(hosts)):
             self._damage.event("machine", "one of its hosts is not as it has to be", line)
-        key = [
-            attempt.number,
-            *map(len, told),
-            [(host["host"], [gpu["index"] for gpu in host["gpus"]]) for host in hosts],
-        ]
+        cards = [(host["host"], [gpu["index"] for gpu in host["gpus"]]) for host in hosts]
+        key = (attempt.number, list(map(len, told)), cards)
         if key != self._key:
-            self._arrange(hosts, list(map(len, told)), is_new=self._key is None or key[0] != self._key[0])  # type: ignore[index]
+            self._arrange(hosts, key[1], is_new=key[0] != self._key[0])
             self._key = key
         values: list[Any] = []
         for host in hosts:

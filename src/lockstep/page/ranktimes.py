@@ -29,6 +29,7 @@ class RankTimes:
         self._damage = damage
         self.grid = Grid()
         self.hosts: list[str] = []
+        self._told_hosts: list[object] = []
         self.most_memory = 0.0
         self._places: tuple[int, Array] = (-1, np.empty(0, np.intp))
         self._attempt = 0
@@ -41,7 +42,7 @@ class RankTimes:
         """One event."""
         step, steps, seconds = whole(event, "step"), whole(event, "steps", 1), finite(event, "seconds")
         lists = [array(listed(event, name, MOST_RANKS)) for name in LISTS if name in event or name not in NEWER]
-        hosts = [cut(host) if isinstance(host, str) else "" for host in listed(event, "hosts", MOST_RANKS)]
+        hosts = listed(event, "hosts", MOST_RANKS)
         lengths = [len(values) for values in lists]
         count = max(lengths)
         if count == 0:
@@ -49,7 +50,9 @@ class RankTimes:
         self._miss(min(lengths), attempt, count, line)
         lists += [np.zeros(count)] * (len(LISTS) - len(lists))
         table = np.array([_as_long(values, count) for values in lists])
-        self.hosts = [*hosts[:count], *[""] * (count - len(hosts))]
+        if hosts != self._told_hosts:
+            names = [cut(host) if isinstance(host, str) else "" for host in hosts[:count]]
+            self._told_hosts, self.hosts = hosts, [*names, *[""] * (count - len(names))]
         table[COMPUTE] = np.maximum(table[COMPUTE] - table[OPTIMIZER] - table[BETWEEN], 0.0)
         known = np.where(np.isfinite(table), table, 0.0)
         self.most_memory = max(self.most_memory, float(known[MEMORY].max()))
