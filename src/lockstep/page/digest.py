@@ -143,6 +143,10 @@ class Digest:
         except UnusableError as error:
             self.damage.event(kind, str(error), line)
             return
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # Nothing in a file may keep the page from opening, also what nobody has thought of.
+            self.damage.event(kind, f"it is not understood ({type(error).__name__})", line)
+            return
         self.events += 1
         if time < self.first_time:
             self.first_time = time

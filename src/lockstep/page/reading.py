@@ -124,6 +124,12 @@ class RunReader:
         told = self._digest.damage.sentences()
         if self._torn and summary.state != "running":
             told.append(f"the last line is torn: it has {self._torn:,} bytes and no end, as a crash leaves it")
+        whole, sum_of_parts = summary.end - summary.begin, summary.spent.whole
+        if sum_of_parts > 1.01 * whole + 1:
+            told.append(
+                f"the times add up to {sum_of_parts:.0f} s, but from the first event to the last it is {whole:.0f} s: "
+                "two attempts ran at once, or a clock jumped, and shares of the whole time are not to be trusted"
+            )
         if not self._digest.events:
             told.insert(0, "the log has no event that can be used")
         return told
