@@ -76,10 +76,6 @@ class Attempt:
         """From its first event to its last."""
         return max(0.0, self.end - self.begin)
 
-    def seen(self, time: float) -> None:
-        """Something of it happened at this time."""
-        self.begin, self.end = min(self.begin, time), max(self.end, time)
-
     def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
         """How it ended, or that it still runs."""
         silent = now - self.end > max(SILENCE, SILENT_STEPS * step_seconds)

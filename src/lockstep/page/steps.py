@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from lockstep.page.series import Array
 FIELDS = ("time", "step", "loss", "grad_norm", "lr", "weight", "items", "padding", "seconds", "skipped")
 ROW = struct.Struct(f"{len(FIELDS)}d")
 pack = ROW.pack
+values_of = itemgetter(*FIELDS)
 
 
 @dataclass(frozen=True)
