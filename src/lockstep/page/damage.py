@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def inner(fields: Fields, name: str) -> Fields:
 
 def array(values: list[Any]) -> Array:
     """Numbers of all ranks: NaN where one is not a number."""
-    if set(map(type, values)) <= {float, int}:
+    if set(map(type, values)) <= {float, int, NoneType}:
         with suppress(OverflowError):
             return np.array(values, float)
     return np.array([_number_or_nan(value) for value in values], float)

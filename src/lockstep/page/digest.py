@@ -31,7 +31,7 @@ from lockstep.page.panels import Level, Timetable
 from lockstep.page.profiles import MOST_PROFILES, Profile, profile_of, timetable_of
 from lockstep.page.ranktimes import RankTimes
 from lockstep.page.series import Series
-from lockstep.page.steps import FIELDS, Steps, pack
+from lockstep.page.steps import FIELDS, Steps, pack, values_of
 from lockstep.page.summary import Compared, StragglerSummary
 
 MOST_ATTEMPTS = 10_000
@@ -143,13 +143,20 @@ class Digest:
         except UnusableError as error:
             self.damage.event(kind, str(error), line)
             return
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # Nothing in a file may keep the page from opening, also what nobody has thought of.
+            self.damage.event(kind, f"it is not understood ({type(error).__name__})", line)
+            return
         self.events += 1
         if time < self.first_time:
             self.first_time = time
         if kind != "job":  # told from outside, at any time
-            if time < attempt.end - CLOCK_BACK:
+            if time > attempt.end:
+                attempt.end = time
+            elif time < attempt.end - CLOCK_BACK:
                 self._clock_went_back(line)
-            attempt.seen(time)
+            if time < attempt.begin:
+                attempt.begin = time
 
     def _attempt_of(self, number_of: int, line: int) -> Attempt | None:
         found = self.attempts.get(number_of)
@@ -189,7 +196,7 @@ class Digest:
         if type(step) is not int or not 0 < step < LATEST:
             raise UnusableError("its field 'step' is not a whole number from 1")
         try:
-            row = pack(*[event[name] for name in FIELDS])
+            row = pack(*values_of(event))
         except (KeyError, struct.error, OverflowError):
             # Logs of versions before this one know nothing of padding.
             values = [number(event, name) for name in FIELDS[:-1] if name != "padding" or name in event]
