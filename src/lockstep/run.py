@@ -50,6 +50,7 @@ from lockstep.data.loader import (
     MicroBatch,
     Reading,
     StepBatch,
+    Tokens,
     dataset_size,
     evaluation_batches,
     first_micro_batch,
@@ -308,13 +309,16 @@ class Run:
         prefetch: int = 2,
         persistent: bool = True,
         collate: Collate = default_collate,
+        tokens: Tokens | None = None,
         name: str = "train",
     ) -> Loader:
         """The steps of a training: iterate it and give each to `engine.step`. A restarted run goes on where it was.
 
         Without `epochs` and `steps` it is one epoch. `micro_batch` is what one forward sees. Without it, it is what
         suits this layout and fits in memory; it is kept when the run goes on elsewhere. Give it where fresh runs on
-        different layouts have to draw the same dropout masks.
+        different layouts have to draw the same dropout masks. With `tokens(batch)` throughput counts tokens rather
+        than samples: it returns how many a batch has, or (tokens, how many of these only fill rows up), which a batch
+        with an `attention_mask` says by itself.
         """
         for what, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("epochs", epochs)):
             if value is not None and value < 1:
@@ -324,6 +328,8 @@ class Run:
                 f"the loader {name!r} of this run exists already",
                 "make it once, before the loop, with epochs=...; a second dataset needs a name of its own",
             )
+        if (first := self._progress.first) and (first.reading.tokens is None) != (tokens is None):
+            raise UserError("one loader of this run counts tokens and another one samples", "give tokens=... to both")
         if self._recorder:
             micro_batch = self._recorder.micro_batch(name, micro_batch)
         steps = self._config.steps or steps
@@ -336,7 +342,7 @@ class Run:
         self._warn_of_micro_batch(chosen, saved.get("micro_batch"), global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
-        reading = self._reading(workers, prefetch, persistent, collate)
+        reading = self._reading(workers, prefetch, persistent, collate, tokens)
         if self._target_layout.pp > 1:
             check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
         self._show_first(dataset, order, collate)
@@ -771,10 +777,12 @@ class Run:
             shuffle=shuffle,
         )
 
-    def _reading(self, workers: int | None, prefetch: int, persistent: bool, collate: Collate) -> Reading:
+    def _reading(
+        self, workers: int | None, prefetch: int, persistent: bool, collate: Collate, tokens: Tokens | None = None
+    ) -> Reading:
         if workers is None:
             workers = min(MOST_WORKERS, cpus_per_rank(self._comm.place) - 1)
-        return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate)
+        return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate, tokens)
 
     def _need_engine(self, what: str) -> Engine:
         if self.engine is None:
