@@ -119,7 +119,7 @@ class Engine:
         self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
         self._compile = compile_
-        self._plain_loss = loss
+        self.plain_loss = loss
         self._loss = compile_whole(loss, layout.team > 1) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
@@ -211,7 +211,7 @@ class Engine:
         def look(model: nn.Module, sequence: Axis | None = None) -> Any:
             parted = data if sequence is None else cut_sequences(data, sequence)
             with self.computing(), torch.random.fork_rng([]):
-                return self._checked_loss(self._plain_loss(model, parted))
+                return self._checked_loss(self.plain_loss(model, parted))
 
         prepare(look)
 

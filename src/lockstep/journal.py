@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,6 +103,12 @@ class Journal:
         if self._log is not None:
             self._prediction = foretell(expected)
             self.emit("prediction", **self._prediction)
+            self._clock.start()
+
+    def flops(self, count: Callable[[], Mapping[str, Any]]) -> None:
+        """What a sample of this training costs, and what a device could do."""
+        if self._log is not None:
+            self.emit("flops", **count())
             self._clock.start()
 
     def ranks(self, step: int, fields: Mapping[str, Any], on_gpus: bool) -> None:

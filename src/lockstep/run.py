@@ -68,6 +68,7 @@ from lockstep.faults.requests import Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.stragglers import StragglerWatch, ranks_event
 from lockstep.faults.watchdog import Watchdog
+from lockstep.flops import UncutModel, flops_event
 from lockstep.folder import RunFolder
 from lockstep.foretell import Expected
 from lockstep.journal import Journal
@@ -85,8 +86,9 @@ from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
+from lockstep.peak import find_peak
 from lockstep.planner.model import Model
-from lockstep.precision import check_can_compute
+from lockstep.precision import check_can_compute, number_formats
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
@@ -138,6 +140,7 @@ class Run:
         self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
+        self._uncut = UncutModel(device)
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
         self._launch = launch
@@ -232,6 +235,8 @@ class Run:
         matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         self._cutting = cutting
+        if self.is_main:
+            build_model = self._uncut.watching(build_model)
         engine = self.engine = Engine(
             loss,
             optimizer,
@@ -721,7 +726,7 @@ class Run:
                 self.message(slow.text, "warning")
         self.journal.between_steps()
 
-    def _boundary(self) -> None:
+    def _boundary(self, coming: StepBatch | None) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
             self._announced = True
@@ -734,6 +739,7 @@ class Run:
             where = (self._cutting, self.layout, self._comm.place, self.device)
             batches = (loader.order.global_batch, micro_batch)
             self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
+            self.journal.flops(lambda: self._flops(engine, coming))
             if self._compiles:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
@@ -764,6 +770,12 @@ class Run:
                 self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
+
+    def _flops(self, engine: Engine, coming: StepBatch | None) -> dict[str, Any]:
+        """What a sample costs, and what the device of a rank could do."""
+        formats = number_formats(engine.precision, engine.numerics, self.device.type)
+        peak = find_peak(self.device, formats["matrix products"], self._comm.place, self._config.share_gpu)
+        return flops_event(self._uncut, coming, engine.plain_loss, engine.computing, peak)
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(

@@ -104,7 +104,8 @@ class Loader:
     epochs: int | None = None
     steps: int | None = None
     name: str = "train"
-    before_step: Callable[[], None] = field(default=lambda: None)
+    before_step: Callable[[StepBatch | None], None] = field(default=lambda _: None)
+    """Called before a step is given out, and after the last one."""
     reading_samples: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the next samples are waited for."""
     steps_done: int = 0
@@ -133,13 +134,13 @@ class Loader:
         while (batch := self._next(batches)) is not None:
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
-            self.before_step()
+            self.before_step(batch)
             self.position = batch.after
             self.steps_done += 1
             self.is_read = self.steps_done == self.total_steps
             yield replace(batch, loader=self.name)
         self.is_read = True
-        self.before_step()
+        self.before_step(None)
 
     def _next(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         with self.reading_samples():
