@@ -83,6 +83,7 @@ from lockstep.parallel.apply import (
     parallelize_pipeline,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
+from lockstep.parallel.happened import Lane, timetable_event
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
@@ -99,6 +100,7 @@ from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric, MetricFunction, Perplexity
 
 MOST_WORKERS = 8
+SECONDS_BETWEEN_TIMETABLES = 300.0
 
 Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
@@ -141,6 +143,7 @@ class Run:
         self._global_batch = 1
         self._attention: str | None = None
         self._uncut = UncutModel(device)
+        self._timetable_at = -math.inf
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
         self._launch = launch
@@ -717,6 +720,7 @@ class Run:
         """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
         spent = self._clock.take(last=last)
         own = {**asdict(spent), "memory": peak_bytes(self.device), "host": socket.gethostname()}
+        own["did"] = self._what_it_did(last)
         ranks = self._comm.gather(own)
         if self.is_main:
             step, event = self._steps_done, ranks_event(ranks)
@@ -724,7 +728,18 @@ class Run:
             if (slow := self._stragglers.look(event)) is not None:
                 self.journal.emit("straggler", step=step, **asdict(slow))
                 self.message(slow.text, "warning")
+            if did := [rank for rank in ranks if rank["did"]]:
+                hosts = [rank["host"] for rank in did]
+                self.journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
         self.journal.between_steps()
+
+    def _what_it_did(self, last: bool) -> Lane:
+        """What this rank did in the last step, where a timetable is told and it is the first of its place."""
+        pipeline, asked = self._need_engine("setup").pipeline, "timetable" in self.requests.agreed
+        if pipeline is None or not (asked or (last and self._timetable_at < 0)):
+            return []
+        self._timetable_at = time.monotonic()
+        return pipeline.last_step() if self.rank in self.layout.ranks_along("pp")[0] else []
 
     def _boundary(self, coming: StepBatch | None) -> None:
         """Between two steps: act on what all ranks agreed on."""
@@ -752,6 +767,8 @@ class Run:
             self.requests.ask("terminate", why)
         if self.is_main and self._clock.is_due:
             self.requests.ask("ranks")
+            if self.layout.pp > 1 and time.monotonic() - self._timetable_at >= SECONDS_BETWEEN_TIMETABLES:
+                self.requests.ask("timetable")
         if self._clock.steps and self._progress.is_read:  # a stream, whose last step did not know that it was
             self._report_ranks(last=True)
         if "unsaved" in self.requests.agreed:

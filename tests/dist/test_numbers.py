@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import UserError
 from lockstep.events import Event, read_events, validate
+from lockstep.lab.pipeline import needs
 from lockstep.layout import Layout
+from lockstep.parallel.timetable import Action, Kind, timetable
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,
@@ -33,10 +36,18 @@ from tests.ranks import Job, RankPool
 DEPTH = 2
 STEPS = 5
 """The fifth has 5 samples."""
-# Queries, keys, values and what mixes them; the perceptron, twice as wide; the head, whose weights are the tokens' table.
+# Queries, keys, values and what mixes them; the perceptron, twice as wide; the head, which is the table of tokens.
 WEIGHTS = DEPTH * (3 + 1 + 2 + 2) * WIDTH**2 + WIDTH * VOCABULARY
 # Its attention is written out as products.
 FLOPS = {"products": 6 * LENGTH * WEIGHTS + 12 * DEPTH * WIDTH * LENGTH**2}
+
+
+class Piece(NamedTuple):
+    kind: str
+    stage: int
+    micro_batch: int
+    begin: float
+    end: float
 
 
 class Masked(RaggedTexts):
@@ -80,7 +91,6 @@ def of_kind(kind: str, events: list[Event]) -> list[Event]:
         ("dp=2", {"micro_batch": 2}),
         ("fsdp=2", {"micro_batch": 2, "recompute": True}),
         ("tp=2", {"micro_batch": 4}),
-        ("cp=2", {"micro_batch": 2}),
         ("pp=2,dp=2", {"micro_batch": 1}),
     ],
 )
@@ -125,6 +135,40 @@ def test_a_count_that_is_none_is_refused(ranks: RankPool, counted: Any) -> None:
     error = ranks.run(refused, 1, counted)[0]
     assert isinstance(error, UserError)
     assert "the function that counts tokens returned" in error.cause
+
+
+def pipelined(job: Job, schedule: str, stages: int, steps: int) -> list[Event]:
+    with join(job, f"pp={job.world_size}") as run:
+        pipeline = {"schedule": schedule, "stages_per_rank": stages}
+        engine = run.setup(lambda: TinyGPT(depth=4), text_loss, optimizer=adamw, pipeline=pipeline)
+        for batch in run.loader(RaggedTexts(size=8 * steps), 8, micro_batch=2, steps=steps, workers=0):
+            engine.step(batch)
+            run.evaluate(RaggedTexts(size=4), workers=0)  # goes through the pipeline too, and is no step
+    return list(read_events(run.folder.events))
+
+
+@pytest.mark.parametrize(("schedule", "per_rank", "steps"), [("1f1b", 1, 8), ("zbv", 2, 3)])
+def test_a_pipeline_tells_when_each_of_its_places_did_what(
+    ranks: RankPool, schedule: Any, per_rank: int, steps: int
+) -> None:
+    events = ranks.run(pipelined, 2, schedule, per_rank, steps)[0]
+    (told,) = of_kind("timetable", events)
+    validate(told)
+    assert told["step"] == min(7, steps), "with the first report of the ranks, or with the last where there is no other"
+    lanes = [[Piece(*piece) for piece in lane] for lane in told["lanes"]]
+    assert [[piece[:3] for piece in lane] for lane in lanes] == timetable(schedule, 2, per_rank, 4)
+    done = {Action(cast(Kind, piece.kind), *piece[1:3]): piece for lane in lanes for piece in lane}
+    for lane, busy in zip(lanes, told["busy"], strict=True):
+        assert all(before.end <= after.begin + 2e-6 for before, after in pairwise(lane)), "one thing after another"
+        assert busy == pytest.approx(sum(p.end - p.begin for p in lane) / told["seconds"], abs=0.01)
+    for action, piece in done.items():
+        for ways in needs(action, 2 * per_rank):
+            (before,) = (done[way] for way in ways if way in done)
+            assert before.end <= piece.begin + 2e-6, "nothing is used before it was made; both are rounded"
+    assert min(piece.begin for piece in done.values()) == 0
+    assert max(piece.end for piece in done.values()) == pytest.approx(told["seconds"], abs=1e-5)
+    step = next(step for step in of_kind("step", events) if step["step"] == told["step"])
+    assert told["seconds"] < step["seconds"]
 
 
 def untraceable(job: Job) -> list[Event]:
