@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -25,13 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.1
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.11 and 2.13
 
+from lockstep.config import Format
 from lockstep.data.loader import StepBatch, kept_random_state
-from lockstep.data.transfer import Transfers
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import fake_like
 from lockstep.parallel.rehearsal import without_data
 from lockstep.parallel.stage import copy_of
 from lockstep.peak import Peak
+from lockstep.precision import compute_in
 
 Loss = Callable[[nn.Module, Any], Any]
 Formula = Callable[..., int]
@@ -41,14 +42,16 @@ LONGEST_SECONDS = 20.0
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations in which ranks wait for each other."""
 
+CPU = torch.device("cpu")
+"""Where the copy seems to be, whatever the run computes on: no GPU is touched, and one number holds for all devices."""
+
 aten = torch.ops.aten
 
 
 class UncutModel:
     """The model as `build_model` made it, without its data, until it was counted."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._reason = "the model was not built"
 
@@ -65,20 +68,19 @@ class UncutModel:
 
     def _copy(self, model: nn.Module) -> None:
         try:
-            self._model = model_without_data(model, self._device)
+            self._model = model_without_data(model)
         except Exception as error:  # whatever is in the user's model: the run does not depend on this
             self._reason = f"the model cannot be copied without its data ({type(error).__name__}: {error})"
 
     def flops_per_sample(
-        self, loss: Loss, data: Any, samples: int, computing: Callable[[], AbstractContextManager[None]]
+        self, loss: Loss, data: Any, samples: int, precision: Format = "fp32"
     ) -> tuple[dict[str, float], str]:
         """By kind, what each of so many samples costs; or nothing, and why. The copy is gone afterwards."""
         model, self._model = self._model, None
         if model is None:
             return {}, self._reason
         try:
-            sent = Transfers(self._device).send(data).take()
-            counted = count_flops(model, loss, sent, self._device, computing)
+            counted = count_flops(model, loss, data, precision)
         except UserError as error:
             return {}, f"the model cannot be traced: {error.cause}"
         except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
@@ -87,18 +89,14 @@ class UncutModel:
 
 
 def flops_event(
-    uncut: UncutModel,
-    batch: StepBatch | None,
-    loss: Loss,
-    computing: Callable[[], AbstractContextManager[None]],
-    peak: Peak,
+    uncut: UncutModel, batch: StepBatch | None, loss: Loss, precision: Format, peak: Peak
 ) -> dict[str, Any]:
     """The fields of the event `flops`, from the step that comes first."""
     by: dict[str, float] = {}
     reason = "there are no samples to trace the model with"
     if batch is not None and batch.micro_batches:
         first = batch.micro_batches[0]
-        by, reason = uncut.flops_per_sample(loss, first.data, len(first.ids), computing)
+        by, reason = uncut.flops_per_sample(loss, first.data, len(first.ids), precision)
     return {
         "per_sample": None if reason else sum(by.values()),
         "by": by,
@@ -108,29 +106,24 @@ def flops_event(
     }
 
 
-def model_without_data(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a model whose parameters and buffers have a shape alone, as if on a device."""
+def model_without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have a shape alone."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, device), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, CPU), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = fake_like(buffer, mode, device)
+        memo[id(buffer)] = fake_like(buffer, mode, CPU)
     return copy_of(model, memo)
 
 
-def count_flops(
-    model: nn.Module,
-    loss: Loss,
-    data: Any,
-    device: torch.device,
-    computing: Callable[[], AbstractContextManager[None]],
-) -> dict[str, int]:
+def count_flops(model: nn.Module, loss: Loss, data: Any, precision: Format = "fp32") -> dict[str, int]:
     """What `loss(model, data)` and its backward cost, by kind of operation; `model` has no data."""
-    model.train(model.training or not any(module.training for module in model.modules()))
+    if not model.training:
+        model.train()
     counting = _Counting()
-    with _untouched(device), counting.watching():
-        with computing():
+    with _untouched(), counting.watching():
+        with compute_in(precision, CPU):
             value = loss(model, data)[0]
         if value.requires_grad:
             counting.is_backward = True
@@ -258,17 +251,14 @@ class _Alone(TorchDispatchMode):
 
 
 @contextmanager
-def _untouched(device: torch.device) -> Iterator[None]:
-    """Leave the random streams and the settings of the process as they were, and trace what all devices have."""
+def _untouched() -> Iterator[None]:
+    """Leave the random streams and the settings of the process as they were."""
     with ExitStack() as everything:
         everything.enter_context(kept_random_state())
-        everything.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         everything.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # Recurrent layers are one kernel in these libraries, and products of matrices without them.
+        # A recurrent layer is one kernel of this library, and products of matrices without it.
         everything.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        if device.type == "cuda":
-            everything.enter_context(torch.backends.cudnn.flags(enabled=False))
         everything.enter_context(torch.compiler.set_stance("force_eager"))
         everything.enter_context(torch.enable_grad())
         everything.enter_context(without_data("which tracing does not know"))

@@ -142,7 +142,7 @@ class Run:
         self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
-        self._uncut = UncutModel(device)
+        self._uncut = UncutModel()
         self._timetable_at = -math.inf
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
@@ -792,7 +792,7 @@ class Run:
         """What a sample costs, and what the device of a rank could do."""
         formats = number_formats(engine.precision, engine.numerics, self.device.type)
         peak = find_peak(self.device, formats["matrix products"], self._comm.place, self._config.share_gpu)
-        return flops_event(self._uncut, coming, engine.plain_loss, engine.computing, peak)
+        return flops_event(self._uncut, coming, engine.plain_loss, engine.precision, peak)
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(

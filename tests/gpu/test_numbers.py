@@ -1,4 +1,4 @@
-"""On a GPU a sample costs what it costs on a CPU, and a pipeline's timetable is that of its kernels, not of the host."""
+"""On a GPU a sample costs what it does on a CPU, and a timetable of a pipeline is that of its kernels."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ ALONE = Place(0, 1, 0, 1, 0, 1, None, "python")
 
 
 def counted(model: nn.Module, loss: Callable[..., Any], data: Any) -> dict[str, int]:
-    return count_flops(model_without_data(model, CPU), loss, data, CPU, nullcontext)
+    return count_flops(model_without_data(model), loss, data)
 
 
 def squares(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -235,9 +234,9 @@ def test_a_model_of_the_meta_device_needs_no_memory() -> None:
 
 
 def event_of(model: nn.Module, loss: Callable[..., Any], data: Any = CPU_BATCH) -> tuple[Mapping[str, float], str]:
-    uncut = UncutModel(CPU)
+    uncut = UncutModel()
     assert uncut.watching(lambda: model)() is model
-    return uncut.flops_per_sample(loss, data, 1, nullcontext)
+    return uncut.flops_per_sample(loss, data, 1)
 
 
 def test_a_loss_that_reads_values_of_the_batch_is_traced() -> None:
