@@ -198,7 +198,7 @@ def lockstep(problem: Problem, run: Run | None) -> Steps:
     for batch in loader:
         loss_now = engine.step(batch).loss
         assert engine.pipeline is not None
-        yield Step(loss_now, sum(end - began for _, began, end in engine.pipeline.timeline))
+        yield Step(loss_now, sum(end - began for *_, began, end in engine.pipeline.last_step()))
 
 
 CONTENDERS: dict[str, Contender] = {"torch": by_hand, "lockstep": lockstep}

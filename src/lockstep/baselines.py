@@ -218,7 +218,10 @@ def _loader(config: Config, task: Task, micro_batch: int) -> Loader:
     if workers is None:
         workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)
     return Loader(
-        task.train, order, Reading(workers, config.data.prefetch, pin=torch.cuda.is_available()), steps=config.steps
+        task.train,
+        order,
+        Reading(workers, config.data.prefetch, pin=torch.cuda.is_available(), tokens=task.tokens),
+        steps=config.steps,
     )
 
 
@@ -285,7 +288,7 @@ def _start_event(
         steps_per_epoch=loader.steps_per_epoch,
         global_batch=loader.order.global_batch,
         micro_batch=loader.order.micro_batch,
-        item=task.item,
+        item="samples" if task.tokens is None else "tokens",
         versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         host=socket.gethostname(),
@@ -337,8 +340,8 @@ class _Times:
             grad_norm=norm,
             lr=lr,
             weight=weight,
-            items=batch.samples * self._task.items_per_sample,
-            padding=0,
+            items=batch.items[0],
+            padding=batch.items[1],
             seconds=seconds,
             skipped=False,
             loss_scale=1.0,

@@ -62,7 +62,8 @@ class StepResult:
     `loss` is the mean over everything that counted in the step, `weight` how much that was. `grad_norm` is the norm
     before clipping, still on the device. A step in which nothing counted, or whose gradients overflowed in fp16, is
     skipped: the weights stay as they were. So is one whose numbers are wrong, where `recover` says so. `loss_scale` is
-    what the step ran with, 1 unless in fp16, and `overflowed` whether that was too much.
+    what the step ran with, 1 unless in fp16, and `overflowed` whether that was too much. `items` are the samples of the
+    step, or its tokens where those are counted; of these `padding` only fill rows up.
     """
 
     step: int
@@ -73,6 +74,8 @@ class StepResult:
     skipped: bool
     loss_scale: float
     overflowed: bool
+    items: int
+    padding: int
 
 
 class Engine:
@@ -117,7 +120,7 @@ class Engine:
         self._make_optimizer = optimizer
         self._schedule = schedule or (lambda _: 1.0)
         self._compile = compile_
-        self._plain_loss = loss
+        self.plain_loss = loss
         self._loss = compile_whole(loss, layout.team > 1) if compile_ == "model" else loss
         self._loss_reduction = loss_reduction
         self._comm = comm
@@ -142,6 +145,8 @@ class Engine:
         self._sequence = comm.cut_axis("cp")
         at = layout.coordinate(comm.rank)
         self._speaks = at["tp"] == at["cp"] == 0  # of ranks that compute one loss together, one reports it
+        self._counts = self._speaks and at["pp"] == 0  # and of those that read the same samples, one counts them
+        self._items = (0, 0)
 
     def attach(self, parallel: ParallelModel) -> None:
         """Take over a model that was cut for this rank, and make its optimizer."""
@@ -208,7 +213,7 @@ class Engine:
         def look(model: nn.Module, sequence: Axis | None = None) -> Any:
             parted = data if sequence is None else cut_sequences(data, sequence)
             with self.computing(), torch.random.fork_rng([]):
-                return self._checked_loss(self._plain_loss(model, parted))
+                return self._checked_loss(self.plain_loss(model, parted))
 
         prepare(look)
 
@@ -295,6 +300,7 @@ class Engine:
         self._statistics.begin()
         loss_scale = self.loss_scale.scale if self.loss_scale else 1.0
         self._exchange = None
+        self._items = batch.items if self._counts else (0, 0)
         # Ranks that compute one loss together derive a share of it each: gradients are sums over all ranks.
         scale = loss_scale / (batch.global_batch * self.layout.team)
         with attend_with(self.attention):  # the backward too: blocks that are computed again need the same kernels
@@ -302,7 +308,7 @@ class Engine:
         exchange = self._exchange or self._start_exchange(totals)
         self._comm.beat.at("summing gradients")
         has_unused = self._gradients.wait()
-        loss_sum, weight, bad_ranks, unused, paths, squares, *votes = exchange()
+        loss_sum, weight, bad_ranks, items, padding, unused, paths, squares, *votes = exchange()
         self._requests.agree(votes)
         loss = loss_sum / weight if weight > 0 else math.nan
         alarm = self._alarm_of_loss(loss, bool(bad_ranks), totals, batch)
@@ -342,6 +348,8 @@ class Engine:
             skipped=skipped,
             loss_scale=loss_scale,
             overflowed=overflowed and alarm is None,
+            items=round(items),
+            padding=round(padding),
         )
         if self._observe:
             self._observe(result, batch)
@@ -401,7 +409,8 @@ class Engine:
             loss, weight = 0.0, 0.0
         unused = 0 if self._gradients.counts_unused else self._gradients.unused()
         path = float(self._gradients.path)
-        return self._comm.start_sum([loss, weight, bad, float(unused), path, path * path, *self._requests.votes()])
+        numbers = [loss, weight, bad, *map(float, self._items), float(unused), path, path * path]
+        return self._comm.start_sum([*numbers, *self._requests.votes()])
 
     def _overflowed(self, norm: HostCopy) -> bool:
         """Whether the gradients of an fp16 step are too large for its loss scale, which learns from it.

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ class Journal:
         self._writer = threading.Thread(target=self._write_now_and_then, name="lockstep-events", daemon=True)
         if log is not None:
             self._writer.start()  # not with the first event: that may come while Python shuts down
-        self._item, self._items_per_sample = "samples", 1
         self._began = time.monotonic()
         self.step_seconds = 0.0
         """How long the last step took."""
@@ -58,10 +57,6 @@ class Journal:
         self.last_metrics: dict[str, dict[str, float | None]] = {}
         self._prediction: dict[str, Any] | None = None
         self._measured = Measured()
-
-    def count_in(self, item: str, items_per_sample: int) -> None:
-        """What throughput counts: so many items in each sample."""
-        self._item, self._items_per_sample = item, items_per_sample
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Record one event."""
@@ -96,7 +91,7 @@ class Journal:
             steps_per_epoch=loader.steps_per_epoch,
             global_batch=loader.order.global_batch,
             micro_batch=loader.order.micro_batch,
-            item=self._item,
+            item="samples" if loader.reading.tokens is None else "tokens",
             versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
             parameters=engine.parameter_count,
             host=socket.gethostname(),
@@ -108,6 +103,12 @@ class Journal:
         if self._log is not None:
             self._prediction = foretell(expected)
             self.emit("prediction", **self._prediction)
+            self._clock.start()
+
+    def flops(self, count: Callable[[], Mapping[str, Any]]) -> None:
+        """What a sample of this training costs, and what a device could do."""
+        if self._log is not None:
+            self.emit("flops", **count())
             self._clock.start()
 
     def ranks(self, step: int, fields: Mapping[str, Any], on_gpus: bool) -> None:
@@ -131,8 +132,8 @@ class Journal:
             grad_norm=HostCopy(result.grad_norm),
             lr=result.lr,
             weight=result.weight,
-            items=batch.samples * self._items_per_sample,
-            padding=0,
+            items=result.items,
+            padding=result.padding,
             seconds=self.step_seconds,
             skipped=result.skipped,
             loss_scale=result.loss_scale,

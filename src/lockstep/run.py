@@ -50,6 +50,7 @@ from lockstep.data.loader import (
     MicroBatch,
     Reading,
     StepBatch,
+    Tokens,
     dataset_size,
     evaluation_batches,
     first_micro_batch,
@@ -67,6 +68,7 @@ from lockstep.faults.requests import Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.stragglers import StragglerWatch, ranks_event
 from lockstep.faults.watchdog import Watchdog
+from lockstep.flops import UncutModel, flops_event
 from lockstep.folder import RunFolder
 from lockstep.foretell import Expected
 from lockstep.journal import Journal
@@ -81,11 +83,13 @@ from lockstep.parallel.apply import (
     parallelize_pipeline,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
+from lockstep.parallel.happened import Lane, timetable_event
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
+from lockstep.peak import find_peak
 from lockstep.planner.model import Model
-from lockstep.precision import check_can_compute
+from lockstep.precision import check_can_compute, number_formats
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
@@ -98,6 +102,7 @@ from lockstep.scoring import Metric, MetricFunction, Perplexity
 from lockstep.settings import script_settings
 
 MOST_WORKERS = 8
+SECONDS_BETWEEN_TIMETABLES = 300.0
 
 Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
@@ -141,6 +146,8 @@ class Run:
         self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
+        self._uncut = UncutModel()
+        self._timetable_at = -math.inf
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
         self._launch = launch
@@ -237,6 +244,8 @@ class Run:
         matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         self._cutting = cutting
+        if self.is_main:
+            build_model = self._uncut.watching(build_model)
         engine = self.engine = Engine(
             loss,
             optimizer,
@@ -315,13 +324,16 @@ class Run:
         prefetch: int = 2,
         persistent: bool = True,
         collate: Collate = default_collate,
+        tokens: Tokens | None = None,
         name: str = "train",
     ) -> Loader:
         """The steps of a training: iterate it and give each to `engine.step`. A restarted run goes on where it was.
 
         Without `epochs` and `steps` it is one epoch. `micro_batch` is what one forward sees. Without it, it is what
         suits this layout and fits in memory; it is kept when the run goes on elsewhere. Give it where fresh runs on
-        different layouts have to draw the same dropout masks.
+        different layouts have to draw the same dropout masks. With `tokens(batch)` throughput counts tokens rather
+        than samples: it returns how many a batch has, or (tokens, how many of these only fill rows up), which a batch
+        with an `attention_mask` says by itself.
         """
         for what, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("epochs", epochs)):
             if value is not None and value < 1:
@@ -331,6 +343,8 @@ class Run:
                 f"the loader {name!r} of this run exists already",
                 "make it once, before the loop, with epochs=...; a second dataset needs a name of its own",
             )
+        if (first := self._progress.first) and (first.reading.tokens is None) != (tokens is None):
+            raise UserError("one loader of this run counts tokens and another one samples", "give tokens=... to both")
         if self._recorder:
             micro_batch = self._recorder.micro_batch(name, micro_batch)
         steps = self._config.steps or steps
@@ -343,7 +357,7 @@ class Run:
         self._warn_of_micro_batch(chosen, saved.get("micro_batch"), global_batch)
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
-        reading = self._reading(workers, prefetch, persistent, collate)
+        reading = self._reading(workers, prefetch, persistent, collate, tokens)
         if self._target_layout.pp > 1:
             check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
         self._show_first(dataset, order, collate)
@@ -715,6 +729,7 @@ class Run:
         spent = self._clock.take(last=last)
         own = {**asdict(spent), "memory": peak_bytes(self.device), "host": socket.gethostname()}
         own["machine"] = self._telemetry.take(self._progress.workers)
+        own["did"] = self._what_it_did(last)
         ranks = self._comm.gather(own)
         if self.is_main:
             step, event = self._steps_done, ranks_event(ranks)
@@ -724,9 +739,20 @@ class Run:
             if (slow := self._stragglers.look(event)) is not None:
                 self.journal.emit("straggler", step=step, **asdict(slow))
                 self.message(slow.text, "warning")
+            if did := [rank for rank in ranks if rank["did"]]:
+                hosts = [rank["host"] for rank in did]
+                self.journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
         self.journal.between_steps()
 
-    def _boundary(self) -> None:
+    def _what_it_did(self, last: bool) -> Lane:
+        """What this rank did in the last step, where a timetable is told and it is the first of its place."""
+        pipeline, asked = self._need_engine("setup").pipeline, "timetable" in self.requests.agreed
+        if pipeline is None or not (asked or (last and self._timetable_at < 0)):
+            return []
+        self._timetable_at = time.monotonic()
+        return pipeline.last_step() if self.rank in self.layout.ranks_along("pp")[0] else []
+
+    def _boundary(self, coming: StepBatch | None) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
             self._announced = True
@@ -742,6 +768,7 @@ class Run:
             where = (self._cutting, self.layout, self._comm.place, self.device)
             batches = (loader.order.global_batch, micro_batch)
             self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
+            self.journal.flops(lambda: self._flops(engine, coming))
             if self._compiles:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
@@ -754,6 +781,8 @@ class Run:
             self.requests.ask("terminate", why)
         if self.is_main and self._clock.is_due:
             self.requests.ask("ranks")
+            if self.layout.pp > 1 and time.monotonic() - self._timetable_at >= SECONDS_BETWEEN_TIMETABLES:
+                self.requests.ask("timetable")
         if self._clock.steps and self._progress.is_read:  # a stream, whose last step did not know that it was
             self._report_ranks(last=True)
         if "unsaved" in self.requests.agreed:
@@ -773,6 +802,12 @@ class Run:
                 self.leave()
                 raise SystemExit(code)
 
+    def _flops(self, engine: Engine, coming: StepBatch | None) -> dict[str, Any]:
+        """What a sample costs, and what the device of a rank could do."""
+        formats = number_formats(engine.precision, engine.numerics, self.device.type)
+        peak = find_peak(self.device, formats["matrix products"], self._comm.place, self._config.share_gpu)
+        return flops_event(self._uncut, coming, engine.plain_loss, engine.precision, peak)
+
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(
             size=dataset_size(dataset, what),
@@ -785,10 +820,12 @@ class Run:
             shuffle=shuffle,
         )
 
-    def _reading(self, workers: int | None, prefetch: int, persistent: bool, collate: Collate) -> Reading:
+    def _reading(
+        self, workers: int | None, prefetch: int, persistent: bool, collate: Collate, tokens: Tokens | None = None
+    ) -> Reading:
         if workers is None:
             workers = min(MOST_WORKERS, cpus_per_rank(self._comm.place) - 1)
-        return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate)
+        return Reading(workers, prefetch, persistent, self.device.type == "cuda", collate, tokens)
 
     def _need_engine(self, what: str) -> Engine:
         if self.engine is None:

@@ -58,7 +58,6 @@ class Trainer:
         self.run.keep_checkpoints(config.keep, config.keep_every)
         self.run.status("reading the data")
         self.task = task_of(config)
-        self.run.journal.count_in(self.task.item, self.task.items_per_sample)
         self._validate_every = Cadence.parse(config.validate_every)
         self._save_every = Cadence.parse(config.save_every)
         self._validated = self._saved = time.monotonic()
@@ -160,6 +159,7 @@ class Trainer:
             workers=data.workers,
             prefetch=data.prefetch,
             persistent=data.persistent,
+            tokens=self.task.tokens,
         )
         settled = {"micro_batch": loader.order.micro_batch, "layout": str(self.run.layout)}
         config = config.model_copy(update=settled)

@@ -214,7 +214,7 @@ def test_the_position_counts_the_step_in_hand_so_that_a_save_after_it_does_not_r
 def test_the_position_before_a_step_does_not_count_it_so_that_a_save_at_the_boundary_does_not_miss_it() -> None:
     seen: list[tuple[Position, int]] = []
     loader = loader_of(Augmented(10))
-    loader.before_step = lambda: seen.append((loader.position, loader.steps_done))
+    loader.before_step = lambda _: seen.append((loader.position, loader.steps_done))
     assert len(list(loader)) == 3
     assert seen == [(Position(0, 0), 0), (Position(0, 4), 1), (Position(0, 8), 2), (Position(0, 10), 3)]
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from lockstep.data.loader import count_tokens
 from lockstep.errors import UserError
 from lockstep.recipes import lm, resnet, toy, vision, wikitext
 from lockstep.recipes.catalog import (
@@ -113,8 +114,10 @@ class TestEveryTask:
 
     def test_the_weight_counts_the_items_of_the_batch(self, name):
         task = task_of(name)
-        _, weight = task.loss(task.build_model(), default_collate([task.train[0], task.train[1]]))
-        assert weight == 2 * task.items_per_sample
+        batch = default_collate([task.train[0], task.train[1]])
+        _, weight = task.loss(task.build_model(), batch)
+        tokens, padding = count_tokens(task.tokens, batch) if task.tokens else (2, 0)
+        assert weight == tokens - padding
 
     def test_metrics_are_sums_too(self, name):
         task = task_of(name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from lockstep.errors import UserError
 from lockstep.runtime.seeds import seed_host, seed_of
 
 Collate = Callable[[list[Any]], Any]
+Tokens = Callable[[Any], int | tuple[int, int]]
+"""How many tokens a collated batch has; or that, and how many of them only fill rows up."""
 
 SOCKET_PATH = 107
 LONGEST_TMPDIR = SOCKET_PATH - len("/pymp-12345678/listener-12345678")
@@ -34,6 +37,8 @@ class MicroBatch:
     ids: list[int]
     data: Any
     filler: bool = False
+    tokens: Any = None
+    """What was counted in it, and of that what only fills rows up; None where nobody counts tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class StepBatch:
     def ids(self) -> list[int]:
         """The samples that count on this rank, in order."""
         return [sample for part in self.micro_batches if not part.filler for sample in part.ids]
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """The tokens that this rank computes and how many of them only fill rows up, or its samples and 0."""
+        counted = [_checked_count(part) for part in self.micro_batches if not part.filler]
+        return sum(items for items, _ in counted), sum(padding for _, padding in counted)
 
     def pin_memory(self) -> StepBatch:
         """For the DataLoader: page-locked copies that travel to a GPU without waiting."""
@@ -70,6 +81,8 @@ class Reading:
     persistent: bool = True
     pin: bool = False
     collate: Collate = default_collate
+    tokens: Tokens | None = None
+    """Counts tokens, where throughput is to be in these rather than in samples."""
 
     def __post_init__(self) -> None:
         if self.workers and len(tempfile.gettempdir()) > LONGEST_TMPDIR:
@@ -91,7 +104,8 @@ class Loader:
     epochs: int | None = None
     steps: int | None = None
     name: str = "train"
-    before_step: Callable[[], None] = field(default=lambda: None)
+    before_step: Callable[[StepBatch | None], None] = field(default=lambda _: None)
+    """Called before a step is given out, and after the last one."""
     reading_samples: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the next samples are waited for."""
     steps_done: int = 0
@@ -125,13 +139,13 @@ class Loader:
         while (batch := self._next(batches)) is not None:
             if batch.samples == 0:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
-            self.before_step()
+            self.before_step(batch)
             self.position = batch.after
             self.steps_done += 1
             self.is_read = self.steps_done == self.total_steps
             yield replace(batch, loader=self.name)
         self.is_read = True
-        self.before_step()
+        self.before_step(None)
 
     def _next(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         with self.reading_samples():
@@ -147,7 +161,7 @@ class Loader:
             remaining, start = remaining - count, Position(start.epoch + 1 + (start.consumed >= self.order.size), 0)
 
     def _stream(self) -> Iterator[StepBatch]:
-        stream = _StreamSteps(self.dataset, self.order, self.position, self.epochs, self.reading.collate)
+        stream = _StreamSteps(self.dataset, self.order, self.position, self.epochs, self.reading)
         loader = DataLoader(
             stream,
             batch_size=None,
@@ -165,7 +179,7 @@ class Loader:
 def evaluation_batches(dataset: Dataset[Any], order: Order, reading: Reading) -> Iterator[MicroBatch]:
     """This rank's share of a dataset, every sample of it read once over all ranks, in logical micro-batches."""
     if isinstance(dataset, IterableDataset):
-        yield from _stream_evaluation(dataset, order, reading.collate)
+        yield from _stream_evaluation(dataset, order, reading)
         return
     for batch in read_steps(dataset, list(order.once_through()), order, reading):
         yield from batch.micro_batches
@@ -206,11 +220,11 @@ class _StepReader(Dataset[StepBatch]):
 
     dataset: Any
     order: Order
-    collate: Collate
+    reading: Reading
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
         # A worker process draws for nobody else.
-        with nullcontext() if get_worker_info() else _kept_random_state():
+        with nullcontext() if get_worker_info() else kept_random_state():
             micro_batches = [self._read(plan.epoch, part) for part in plan.micro_batches]
         return StepBatch(micro_batches, self.order.global_batch, plan.samples, plan.epoch, plan.after)
 
@@ -220,7 +234,7 @@ class _StepReader(Dataset[StepBatch]):
             # Augmentation follows the sample, not the worker or the rank that happens to read it.
             seed_host(seed_of(self.order.seed, "sample", epoch, sample_id))
             samples.append(self.dataset[sample_id])
-        return MicroBatch(part.index, part.ids.tolist(), self.collate(samples), part.filler)
+        return _collated(part, samples, self.reading)
 
 
 def in_groups(micro_batches: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
@@ -233,7 +247,7 @@ def in_groups(micro_batches: Iterable[MicroBatch], size: int) -> Iterator[list[M
 def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: Reading) -> Iterator[StepBatch]:
     """The collated samples of the plans, read ahead by worker processes where there are any."""
     loader = DataLoader(
-        _StepReader(dataset, order, reading.collate),
+        _StepReader(dataset, order, reading),
         sampler=plans,
         batch_size=None,
         collate_fn=_same,
@@ -250,14 +264,14 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
 def first_micro_batch(dataset: Any, order: Order, collate: Collate) -> Any:
     """The collated samples of a training's first micro-batch, the same on every rank; nothing is consumed."""
     if isinstance(dataset, IterableDataset):
-        with _kept_random_state():
+        with kept_random_state():
             samples = list(islice(_stream_epoch(dataset, order.seed, 0), order.micro_batch))
             if not samples:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             return collate(samples)
     whole = replace(order, data_rank=0, data_size=1, equal_counts=False)
     plan = next(whole.steps(Position()))
-    reader = _StepReader(dataset, whole, collate)
+    reader = _StepReader(dataset, whole, Reading(collate=collate))
     return reader[replace(plan, micro_batches=plan.micro_batches[:1])].micro_batches[0].data
 
 
@@ -269,7 +283,7 @@ class _StreamSteps(IterableDataset[StepBatch]):
     order: Order
     start: Position
     epochs: int | None
-    collate: Collate
+    reading: Reading
 
     def __iter__(self) -> Iterator[StepBatch]:
         epoch, skip = self.start.epoch, self.start.consumed
@@ -290,10 +304,10 @@ class _StreamSteps(IterableDataset[StepBatch]):
     def _take(self, step: list[Any], ids: Ids) -> list[MicroBatch]:
         order, first = self.order, int(ids[0])
         plans = deal(ids, order.micro_batch, order.data_rank, order.data_size, order.equal_counts)
-        return [_collated(plan, [step[i - first] for i in plan.ids.tolist()], self.collate) for plan in plans]
+        return [_collated(plan, [step[i - first] for i in plan.ids.tolist()], self.reading) for plan in plans]
 
 
-def _stream_evaluation(dataset: Any, order: Order, collate: Collate) -> Iterator[MicroBatch]:
+def _stream_evaluation(dataset: Any, order: Order, reading: Reading) -> Iterator[MicroBatch]:
     samples = _stream_epoch(dataset, order.seed, 0)
     count, first = 0, None
     while step := list(islice(samples, order.micro_batch)):
@@ -301,16 +315,45 @@ def _stream_evaluation(dataset: Any, order: Order, collate: Collate) -> Iterator
         plan = MicroBatchPlan(count, np.arange(start, start + len(step), dtype=np.int64))
         first = first or (plan, step)
         if count % order.data_size == order.data_rank:
-            yield _collated(plan, step, collate)
+            yield _collated(plan, step, reading)
         count += 1
     if first is None:
         raise UserError("the evaluation stream gave no sample", "check what the iterable dataset reads")
     if order.equal_counts and count % order.data_size and order.data_rank >= count % order.data_size:
-        yield _collated(replace(first[0], filler=True), first[1], collate)
+        yield _collated(replace(first[0], filler=True), first[1], reading)
 
 
-def _collated(plan: MicroBatchPlan, samples: list[Any], collate: Collate) -> MicroBatch:
-    return MicroBatch(plan.index, plan.ids.tolist(), collate(samples), plan.filler)
+def _collated(plan: MicroBatchPlan, samples: list[Any], reading: Reading) -> MicroBatch:
+    data = reading.collate(samples)
+    tokens = None if reading.tokens is None else count_tokens(reading.tokens, data)
+    return MicroBatch(plan.index, plan.ids.tolist(), data, plan.filler, tokens)
+
+
+def count_tokens(tokens: Tokens, data: Any) -> Any:
+    """Tokens and padding of a batch, in the memory of the host; a mask with a number for each token says the second."""
+    counted = tokens(data)
+    if isinstance(counted, tuple):
+        return counted
+    mask = data.get("attention_mask") if isinstance(data, Mapping) else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.numel() == counted:
+        return counted, int((mask == 0).sum())
+    return counted, 0
+
+
+def _checked_count(part: MicroBatch) -> tuple[int, int]:
+    # Not in the worker process that counts: a UserError of its would arrive as a RuntimeError.
+    if part.tokens is None:
+        return len(part.ids), 0
+    try:
+        tokens, padding = map(index, part.tokens)
+    except (TypeError, ValueError):
+        tokens, padding = 0, -1
+    if not 0 <= padding <= tokens:
+        raise UserError(
+            f"the function that counts tokens returned {part.tokens!r}"[:200],
+            "return how many tokens the batch has, or (tokens, how many of these only fill rows up)",
+        )
+    return tokens, padding
 
 
 def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
@@ -319,14 +362,14 @@ def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
     The stream draws from a random state of its own, the same on every rank: drawing from the training's would make
     the ranks disagree about the order.
     """
-    with _kept_random_state():
+    with kept_random_state():
         seed_host(seed_of(seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         iterator = iter(dataset)
         state = _random_state()
     while True:
-        with _kept_random_state():
+        with kept_random_state():
             _set_random_state(state)
             try:
                 sample = next(iterator)
@@ -347,7 +390,7 @@ def _set_random_state(state: tuple[Any, Any, Any]) -> None:
 
 
 @contextmanager
-def _kept_random_state() -> Iterator[None]:
+def kept_random_state() -> Iterator[None]:
     """Reading must leave the training's random streams as they were."""
     state = _random_state()
     try:

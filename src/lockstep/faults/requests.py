@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lockstep.faults import early
 
-KINDS = ("interrupt", "terminate", "validate", "save", "unsaved", "ranks")
+KINDS = ("interrupt", "terminate", "validate", "save", "unsaved", "ranks", "timetable")
 
 
 class Requests:

@@ -24,6 +24,7 @@ from lockstep.parallel.context import plan_context
 from lockstep.parallel.crossing import is_fake
 from lockstep.parallel.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.gradients import GradientSync, PipelineGradients, whole_gradients
+from lockstep.parallel.happened import Stopwatch
 from lockstep.parallel.links import Links
 from lockstep.parallel.materialise import Built, build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.pipeline import Pipeline
@@ -244,7 +245,7 @@ def parallelize_pipeline(
                 fill([(name, copy)], iter([(name, full)]))
     for stage in stages:
         stage.wire()
-    pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links)
+    pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links, Stopwatch(device))
     parameters = [(name, copies[0]) for name, copies in held.items()]
     inner: list[GradientSync] = list(sharded)
     if not sharded:

@@ -6,7 +6,6 @@ model cut by hand, and a loss outside of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from lockstep.config import Schedule
 from lockstep.modelplan import ModelPlan, balance
 from lockstep.parallel.backward import backward_of_inputs
 from lockstep.parallel.crossing import Rehearsal, Value, is_fake
+from lockstep.parallel.happened import Lane, Moment, Stopwatch
 from lockstep.parallel.links import Key, Links
 from lockstep.parallel.stage import Stage
 from lockstep.parallel.timetable import Action, stages_of, timetable
@@ -46,8 +46,8 @@ class Pipeline:
     ranks: int
     rank: int
     links: Links
-    timeline: list[tuple[Action, float, float]] = field(default_factory=list)
-    """When each action of the last step began and ended, in seconds of a monotonic clock."""
+    stopwatch: Stopwatch
+    _timeline: list[tuple[Action, Moment, Moment]] = field(default_factory=list)
 
     @cached_property
     def by_rank(self) -> list[list[int]]:
@@ -63,6 +63,13 @@ class Pipeline:
     def describe(self) -> str:
         """One line for people: the stages and how evenly they share the work."""
         return f"{self.plan.stages} stages, cut before {', '.join(self.plan.cut_names)}; {balance(self.plan)}"
+
+    def last_step(self) -> Lane:
+        """When each action of the last step began and ended; a GPU is waited for."""
+        begins = self.stopwatch.seconds([began for _, began, _ in self._timeline])
+        ends = self.stopwatch.seconds([ended for _, _, ended in self._timeline])
+        actions = (action for action, _, _ in self._timeline)
+        return [(*action, began, ended) for action, began, ended in zip(actions, begins, ends, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to know to be cut the same way again."""
@@ -80,6 +87,8 @@ class Pipeline:
         `loss_of` is given what the last stage's forward of a micro-batch returned, and gives the number to derive.
         """
         tables = timetable(self.schedule, self.ranks, len(self.stages), len(rehearsals))
+        self.stopwatch.forget([moment for _, *moments in self._timeline for moment in moments])
+        self._timeline.clear()
         self._run(tables, rehearsals, forward, loss_of, before_backward)
 
     def forward_only(self, rehearsals: Sequence[Rehearsal], forward: Forward) -> list[Any]:
@@ -105,32 +114,34 @@ class Pipeline:
         here = {stage.number: stage for stage in self.stages}
         in_flight: dict[tuple[int, int], InFlight] = {}
         local: dict[Key, list[torch.Tensor]] = {}
-        self.timeline.clear()
         self.links.expect(self._messages(tables, rehearsals))
         derives = any(action.kind != "F" for action in tables[self.rank])
+        now = self.stopwatch.now if derives else float
         for action in tables[self.rank]:
             stage, number = here[action.stage], action.micro_batch
             if action.kind == "W":
-                began = time.perf_counter()
+                began = now()
                 before_backward()
                 held = in_flight.pop((stage.number, number))
                 assert held.weights_later is not None
                 held.weights_later()
+                ended = now()
             elif action.kind == "F":
                 entering = [] if stage.is_first else self._entering(stage.number, rehearsals[number])
                 key = ("F", stage.number, number)
                 received = local.pop(key) if key in local else self.links.receive(key) if entering else []
-                began = time.perf_counter()
+                began = now()
                 inputs = [_as_sent(tensor, value) for tensor, value in zip(received, entering, strict=True)]
                 output = forward(stage, number, inputs)
                 outputs = [loss_of(number, output)] if stage.is_last else list(output)
                 if derives:
                     in_flight[stage.number, number] = InFlight(inputs, outputs)
+                ended = now()  # before the others can have what it made
                 if not stage.is_last:
                     self._hand_on(("F", stage.number + 1, number), outputs, local)
             else:
                 gradients = self._gradients_for(stage, number, rehearsals[number], local)
-                began = time.perf_counter()
+                began = now()
                 before_backward()
                 held = in_flight[stage.number, number]
                 self._backward(action.kind, stage, held, gradients)
@@ -139,9 +150,11 @@ class Pipeline:
                 back = [i.grad if i.grad is not None else torch.zeros_like(i) for i in held.inputs if i.requires_grad]
                 for tensor in held.inputs:
                     tensor.grad = None
+                ended = now()
                 if back:
                     self._hand_on(("B", stage.number - 1, number), back, local)
-            self.timeline.append((action, began, time.perf_counter()))
+            if derives:
+                self._timeline.append((action, began, ended))
         self.links.finish()
         for stage in self.stages:
             stage.forget()

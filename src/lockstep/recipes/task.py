@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import Config
 from lockstep.data import sets
+from lockstep.data.loader import Tokens
 from lockstep.errors import UserError
 from lockstep.recipes.catalog import find_recipe
 
@@ -32,9 +33,8 @@ class Task:
     """By name: (model, batch) -> a sum and its count, which validation and test show as their ratio."""
     perplexity: bool = False
     """Whether exp(mean loss) is shown beside the loss: for a loss in nats per word."""
-    item: str = "samples"
-    """What throughput counts: "tokens" or "samples"."""
-    items_per_sample: int = 1
+    tokens: Tokens | None = None
+    """How many tokens a batch has, and how many of them only fill rows up: what throughput counts, else samples."""
     baseline: tuple[str, float] | None = None
     """What a trivial model scores on the validation loss: (its name, its loss)."""
     prompt: str = ""

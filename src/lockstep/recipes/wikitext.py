@@ -75,7 +75,6 @@ def task(settings: Wikitext2Settings, data_path: str | None, seed: int) -> Task:
         validation=windows(words.validation),
         test=windows(words.test),
         perplexity=True,
-        item="tokens",
-        items_per_sample=settings.context,
+        tokens=lambda batch: (batch["x"].numel(), int((batch["y"] == IGNORED).sum())),
         baseline=("unigram", unigram_loss(words.train, words.validation, vocabulary)),
     )

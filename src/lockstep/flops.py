@@ -1,0 +1,270 @@
+"""What a sample costs: the floating-point operations of a model's forward and backward, counted by tracing it once.
+
+A copy of the model without data is made where it is built, before any layout cuts it. On that copy the loss function
+runs once, forward and backward, with one micro-batch of the first step: nothing is computed, nothing is allocated, no
+random number of the run is used up and nobody is asked anything. Counted are products of matrices, attention and
+convolutions, a multiplication with its addition as two. What is computed a second time to save memory counts once, and
+attention counts whole, also where a mask hides half of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.11 and 2.13
+
+from lockstep.config import Format
+from lockstep.data.loader import StepBatch, kept_random_state
+from lockstep.errors import UserError
+from lockstep.parallel.crossing import fake_like
+from lockstep.parallel.rehearsal import without_data
+from lockstep.parallel.stage import copy_of
+from lockstep.peak import Peak
+from lockstep.precision import compute_in
+
+Loss = Callable[[nn.Module, Any], Any]
+Formula = Callable[..., int]
+
+LONGEST_SECONDS = 20.0
+"""A run does not wait longer than this to know what its samples cost."""
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operations in which ranks wait for each other."""
+
+CPU = torch.device("cpu")
+"""Where the copy seems to be, whatever the run computes on: no GPU is touched, and one number holds for all devices."""
+
+aten = torch.ops.aten
+
+
+class UncutModel:
+    """The model as `build_model` made it, without its data, until it was counted."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._reason = "the model was not built"
+
+    def watching(self, build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """The same function, which leaves a copy here of what it returns first."""
+
+        def build() -> nn.Module:
+            model = build_model()
+            if self._model is None:
+                self._copy(model)
+            return model
+
+        return build
+
+    def _copy(self, model: nn.Module) -> None:
+        try:
+            self._model = model_without_data(model)
+        except Exception as error:  # whatever is in the user's model: the run does not depend on this
+            self._reason = f"the model cannot be copied without its data ({type(error).__name__}: {error})"
+
+    def flops_per_sample(
+        self, loss: Loss, data: Any, samples: int, precision: Format = "fp32"
+    ) -> tuple[dict[str, float], str]:
+        """By kind, what each of so many samples costs; or nothing, and why. The copy is gone afterwards."""
+        model, self._model = self._model, None
+        if model is None:
+            return {}, self._reason
+        try:
+            counted = count_flops(model, loss, data, precision)
+        except UserError as error:
+            return {}, f"the model cannot be traced: {error.cause}"
+        except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
+            return {}, f"the model cannot be traced: {type(error).__name__}: {error}"[:500]
+        return {kind: _plain(flops / samples) for kind, flops in counted.items() if flops}, ""
+
+
+def flops_event(
+    uncut: UncutModel, batch: StepBatch | None, loss: Loss, precision: Format, peak: Peak
+) -> dict[str, Any]:
+    """The fields of the event `flops`, from the step that comes first."""
+    by: dict[str, float] = {}
+    reason = "there are no samples to trace the model with"
+    if batch is not None and batch.micro_batches:
+        first = batch.micro_batches[0]
+        by, reason = uncut.flops_per_sample(loss, first.data, len(first.ids), precision)
+    return {
+        "per_sample": None if reason else sum(by.values()),
+        "by": by,
+        "peak": peak.flops,
+        "source": peak.source,
+        "reason": "; ".join(filter(None, (reason, peak.reason))),
+    }
+
+
+def model_without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have a shape alone."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, CPU), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_like(buffer, mode, CPU)
+    return copy_of(model, memo)
+
+
+def count_flops(model: nn.Module, loss: Loss, data: Any, precision: Format = "fp32") -> dict[str, int]:
+    """What `loss(model, data)` and its backward cost, by kind of operation; `model` has no data."""
+    if not model.training:
+        model.train()
+    counting = _Counting()
+    with _untouched(), counting.watching():
+        with compute_in(precision, CPU):
+            value = loss(model, data)[0]
+        if value.requires_grad:
+            counting.is_backward = True
+            value.sum().backward()
+    return dict(counting.flops)
+
+
+class _Counting:
+    """Adds up the FLOPs of a forward and, once it `is_backward`, of its backward."""
+
+    def __init__(self) -> None:
+        self.flops: Counter[str] = Counter()
+        self.is_backward = False
+        self._end = time.monotonic() + LONGEST_SECONDS
+
+    def add(self, kind: str, flops: int) -> None:
+        if time.monotonic() > self._end:
+            raise UserError(f"that takes longer than {LONGEST_SECONDS:g} s", "make the micro-batch smaller")
+        # A backward records no gradients: what does is the forward of torch.utils.checkpoint, for the second time.
+        if not (self.is_backward and torch.is_grad_enabled()):
+            self.flops[kind] += flops
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside every operation of this thread, and of its backward, is counted."""
+        formulas = {operation: self._counted(operation, formula) for operation, formula in _formulas().items()}
+        counter = flop_counter.FlopCounterMode(display=False, custom_mapping=formulas)
+        # Through the module's name, by which nn.MultiheadAttention calls it too.
+        with patch.object(F, "scaled_dot_product_attention", _attention(self)), _Alone(), counter:
+            yield
+
+    def _counted(self, operation: Any, formula: Formula) -> Formula:
+        name = str(operation)
+        kind = "attention" if "attention" in name else "convolutions" if "conv" in name else "products"
+
+        def counted(*args: Any, **kwargs: Any) -> int:
+            self.add(kind, formula(*args, **kwargs))
+            return 0
+
+        counted._get_raw = True  # type: ignore[attr-defined]  # else torch gives it shapes in the place of tensors
+        return counted
+
+
+def _formulas() -> dict[Any, Formula]:
+    """FLOPs of every operation that is counted, from its arguments and result.
+
+    torch's own (`flop_registry` is not documented in 2.11 and 2.13), but for three: its backward of attention includes
+    the scores a second time, one of five equal products; its backward of a convolution forgets the groups; and it knows
+    neither the attention of CPUs nor products with a vector.
+    """
+    known: dict[Any, Formula] = dict(flop_counter.flop_registry)
+    for forward in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+        of_cpu = forward.replace("flash_attention", "flash_attention_for_cpu")
+        known[getattr(aten, of_cpu)] = known[getattr(aten, forward)]
+    for operation, formula in list(known.items()):
+        if "attention" in str(operation) and "backward" in str(operation):
+            known[operation] = _without_scores(formula)
+    return known | {
+        aten.convolution_backward: _convolution_backward,
+        aten.mv: lambda *args, **_: 2 * args[0].numel(),
+        aten.addmv: lambda *args, **_: 2 * args[1].numel(),
+        aten.dot: lambda *args, **_: 2 * args[0].numel(),
+    }
+
+
+def _without_scores(formula: Formula) -> Formula:
+    return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5
+
+
+def _convolution_backward(gradient: Tensor, given: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """As much as the forward for the gradient of the input, and as much again for that of the weights."""
+    is_transposed, is_needed = rest[4], rest[7]
+    positions = given if is_transposed else gradient
+    forward = 2 * positions.numel() * math.prod(weight.shape[1:])
+    return forward * sum(is_needed[:2])  # type: ignore[no-any-return]
+
+
+def _attention(counting: _Counting) -> Callable[..., Tensor]:
+    """Attention as two products forward and four backward, whichever kernel would compute it here."""
+    attend = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **named: Any
+    ) -> Tensor:
+        if attn_mask is not None and attn_mask.requires_grad:  # its gradient is known to torch alone
+            return attend(query, key, value, attn_mask, *rest, **named)
+        scores, mixed = (2 * math.prod(query.shape[:-1]) * key.shape[-2] * one.shape[-1] for one in (query, value))
+        counting.add("attention", scores + mixed)
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        attended: Tensor = _Attended.apply(query, key, value, dtype, counting, scores, mixed)
+        return attended
+
+    return attention
+
+
+class _Attended(torch.autograd.Function):
+    """Has the shape of attention and of its gradients, and counts what these cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, counting: _Counting, *costs: int
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.counting, ctx.costs = counting, costs
+        return query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scores, mixed = ctx.costs
+        of_query, of_key, of_value = ctx.needs_input_grad[:3]
+        through_scores = mixed if of_query or of_key else 0
+        ctx.counting.add("attention", mixed * of_value + through_scores + scores * (of_query + of_key))
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+        return *(torch.empty_like(one) if wanted else None for one, wanted in needed), None, None, None, None
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses what would wait for other ranks, which do not trace."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            raise UserError("it talks to other ranks", "leave that to the layout")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Leave the random streams and the settings of the process as they were."""
+    with ExitStack() as everything:
+        everything.enter_context(kept_random_state())
+        everything.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # A recurrent layer is one kernel of this library, and products of matrices without it.
+        everything.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        everything.enter_context(torch.compiler.set_stance("force_eager"))
+        everything.enter_context(torch.enable_grad())
+        everything.enter_context(without_data("which tracing does not know"))
+        yield
+
+
+def _plain(number: float) -> float:
+    """Whole numbers as such: they are exact."""
+    return int(number) if number.is_integer() else number
