@@ -26,6 +26,8 @@ JUNK: list[Any] = [
     -1,
     10**400,
     "NaN",
+    "-Infinity",
+    1e308,
     "</script><script>alert(1)</script>\ud800\u0000",
     [],
     [None],

@@ -19,6 +19,8 @@ MOST_SORTS = 100
 """Of damage that are told apart; the rest is counted together."""
 LARGEST_COUNT = 2**53
 """Whole numbers above this one are not what anybody counted."""
+LARGEST = 1e18
+"""The same for seconds, bytes and joules."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 Fields = Mapping[str, Any]
@@ -43,8 +45,8 @@ def number(fields: Fields, name: str) -> float:
 def finite(fields: Fields, name: str) -> float:
     """A number that is finite and not negative: seconds, or bytes."""
     value = number(fields, name)
-    if not math.isfinite(value) or value < 0:
-        raise UnusableError(f"its field {name!r} is not a finite number from 0")
+    if not 0 <= value <= LARGEST:
+        raise UnusableError(f"its field {name!r} is not a number from 0, or a very large one")
     return value
 
 
@@ -97,7 +99,13 @@ def inner(fields: Fields, name: str) -> Fields:
 
 
 def array(values: list[Any]) -> Array:
-    """Numbers of all ranks: NaN where one is not a number."""
+    """Numbers of all ranks: NaN where one is not a number, or a very large one."""
+    result = _array(values)
+    result[np.abs(result) > LARGEST] = np.nan
+    return result
+
+
+def _array(values: list[Any]) -> Array:
     if set(map(type, values)) <= {float, int, NoneType}:
         with suppress(OverflowError):
             return np.array(values, float)
