@@ -55,24 +55,20 @@ export function axisTexts(values, unit) {
   const [size, name] = isNarrow || most === 0 ? [1, unit === "share" ? "%" : unit] : scaleOf(most, unit);
   const scale = unit === "share" ? 0.01 : size;
   const shown = values.filter((value) => value !== null).map((value) => value / scale);
-  const distance = shown.length > 1 ? Math.min(...shown.slice(1).map((value, at) => Math.abs(value - shown[at]))) : 0;
-  const digits = distance > 0 ? Math.max(0, Math.min(9, -Math.floor(Math.log10(distance) + 1e-9))) : 2;
+  const distance = shown.length > 1 ? Math.abs(shown[1] - shown[0]) : Math.abs(shown[0] ?? 1);
+  const isExact = (digits) => shown.every((value) => Math.abs(Number(value.toFixed(digits)) - value) <= distance * 1e-6);
+  const digits = [0, 1, 2, 3, 4, 5, 6, 7, 8].find(isExact) ?? 9;
   return values.map((value) => {
     if (value === null) return "";
-    if (Math.abs(value) < distance * scale * 1e-6) return "0";
+    if (Math.abs(value) <= distance * scale * 1e-6) return "0";
     if (unit === "" && Math.abs(value) < 1e-4) return plain(value, 3);
-    return `${grouped(trimmed(value / scale, digits))} ${name}`.trim();
+    return `${grouped((value / scale).toFixed(digits))} ${name}`.trim();
   });
 }
 
 // With decades on the axis every value gets its own unit.
 export function logTexts(values, unit) {
   return values.map((value) => (value === null ? "" : amount(Number(value.toPrecision(3)), unit)));
-}
-
-function trimmed(value, digits) {
-  const fits = [digits, digits + 1, digits + 2].find((count) => Math.abs(Number(value.toFixed(count)) - value) < 1e-9);
-  return (Math.abs(value) < 1e-12 ? 0 : value).toFixed(Math.min(fits ?? digits, 20));
 }
 
 // "1:02:05" would not say what it counts: "1 h 2 min".

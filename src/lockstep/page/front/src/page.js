@@ -18,7 +18,7 @@ export function pageView(first) {
   const dark = toggle("Dark", isDark(), choose, { class: "small", title: "Dark colours" });
   onTheme(() => setDown(dark, isDark()));
   const clock = toggle("Clock time", isByClock(), chooseClock, { class: "small", title: "Times by the clock, not since the start of the run" });
-  const bar = make("div", { class: "bar-top" }, make("span", { class: "brand" }, "Lockstep"), status, make("div", { class: "bar-tools" }, clock, dark));
+  const bar = make("header", { class: "bar-top" }, make("span", { class: "brand" }, "Lockstep"), status, make("div", { class: "bar-tools" }, clock, dark));
   const nav = make("nav", { class: "nav", "aria-label": "Sections" });
   const title = make("h1", { class: "page-title" });
   const tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Runs" });

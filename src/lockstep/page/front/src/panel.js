@@ -51,7 +51,7 @@ export function panelView(first, context) {
   const tools = make("div", { class: "tools" });
   const body = make("div", { class: "body" });
   const values = make("div", { class: "values" });
-  const element = make("section", { class: `panel panel-${kind ? panel.kind : "unknown"}`, "aria-labelledby": titleId },
+  const element = make("div", { class: `panel panel-${kind ? panel.kind : "unknown"}`, role: "group", "aria-labelledby": titleId },
     make("div", { class: "panel-head" }, title, tools), note, body, values);
   let view = null;
   let asTable = null;

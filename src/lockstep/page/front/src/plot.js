@@ -3,13 +3,14 @@ import uPlot from "uplot";
 import { logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
-import { lonely, nearest } from "./models.js";
+import { dotted, nearest } from "./models.js";
 import { same } from "./same.js";
 import { colour, dash, ink, mix, onTheme, seeThrough } from "./theme.js";
 
 const PRINTED = { width: 680, height: 250 };
 const MARK_COLOURS = { good: "good", info: "quiet", warning: "warning", error: "error" };
 const NEAR = 8;
+const FEW = 16;
 
 // `options`: x (kind), unit, most, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
 // go together) and what to call: onPlace({at, mark} or null), onZoom(isZoomed).
@@ -156,7 +157,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       y: false,
       drag: { x: true, y: false, setScale: false, dist: 6 },
       bind: { dblclick: () => () => zoomTo(null) },
-      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at)),
+      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at, chart.data[0])),
       points: { size: 9, fill: (chart, number) => colour(numberOf(model, number)), stroke: () => ink("card"), width: 2, show: (chart, number) => isDrawn(model, number) && dot() },
       sync: { key: `${options.group} ${options.x}`, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
     },
@@ -193,7 +194,7 @@ function look(curve, number) {
     stroke,
     width: 2,
     dash: curve.style === "dashed" ? [6, 5] : dash(number),
-    points: { show: false, size: 7, fill: stroke, stroke, filter: (chart, at) => lonely(chart.data[at]) },
+    points: { show: false, size: 7, fill: stroke, stroke, filter: (chart, at) => dotted(chart.data[at], curve.style === "dashed" ? 1 : FEW) },
   };
 }
 

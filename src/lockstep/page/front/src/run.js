@@ -10,7 +10,7 @@ export function runView(first, { prefix, group, announce, headingLevel }) {
   let start = startOf(run);
   const context = { start: () => start, group, announce };
   const top = `${prefix}-top`;
-  const head = make("header", { class: "headline", id: top });
+  const head = make("div", { class: "headline", id: top });
   const unreadable = make("div", { class: "unreadable" });
   const advice = make("section", { class: "advice" });
   const sections = make("div");

@@ -16,6 +16,10 @@ export function isDark() {
   return !isPrinting && (chosen === null ? systemIsDark.matches : chosen === "dark");
 }
 
+export function isOnPaper() {
+  return isPrinting;
+}
+
 export function choose(dark) {
   chosen = dark ? "dark" : "light";
   remember("theme", chosen);

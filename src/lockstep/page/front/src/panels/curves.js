@@ -83,11 +83,11 @@ function curvesPanel(first, context, frame, isStacked) {
   function tell(place) {
     if (!keys) return;
     const xs = model.columns[0];
-    const texts = model.own.map((values) => {
-      const at = place ? nearest(values, place.at) : lastOf(values);
+    const texts = model.own.map((values, number) => {
+      const at = place ? nearest(values, place.at, xs) : lastOf(values);
       if (at === null || values[at] === undefined) return "–";
       const text = amount(values[at], panel.unit);
-      return place && xs[at] !== xs[place.at] ? `${text} (${placeText(panel.x, xs[at], context.start())})` : text;
+      return place && xs[at] !== xs[place.at] && model.curves[number].style !== "dashed" ? `${text} (${placeText(panel.x, xs[at], context.start())})` : text;
     });
     const end = Math.max(...model.own.map((values) => lastOf(values) ?? -1));
     const total = isStacked && (place ? place.at : end) >= 0 ? `together ${amount(model.total[place ? place.at : end], panel.unit)}` : "";
@@ -151,7 +151,7 @@ function asTable(panel, model, start) {
   const row = (x) => [
     placeText(panel.x, x, start).replace(/^step /, ""),
     ...model.curves.flatMap((curve, number) => {
-      const values = bands[number] ? [model.own[number], model.columns[curve.low], model.columns[curve.high]] : [model.own[number]];
+      const values = bands[number] ? [model.own[number], model.told[curve.low], model.told[curve.high]] : [model.own[number]];
       return values.map((column) => (at.has(x) ? cell(column[at.get(x)], panel.unit) : ""));
     }),
     ...(hasMarks ? [(texts.get(x) ?? []).join("; ")] : []),

@@ -29,7 +29,7 @@ export function heatPanel(first, context) {
     const pixels = devicePixelRatio;
     const pen = canvas.getContext("2d");
     pen.font = FONT;
-    const margin = Math.ceil(Math.min(width * 0.3, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12));
+    const margin = Math.ceil(Math.min(width * 0.38, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12));
     const tall = rows <= 16 ? 24 : between(Math.round(440 / rows), 3, 18);
     frame = { left: margin, top: 0, width: width - margin - 1, height: rows * tall, tall };
     const height = frame.height + AXIS;
@@ -56,7 +56,7 @@ export function heatPanel(first, context) {
       if (row % every === 0) pen.fillText(shortened(pen, name, frame.left - 10), frame.left - 8, (row + 0.5) * frame.tall + 1);
     });
     pen.textBaseline = "top";
-    const count = between(Math.floor(frame.width / 130), 1, panel.at.length);
+    const count = Math.min(Math.max(Math.floor(frame.width / 130), 2), panel.at.length);
     for (let number = 0; number < count; number++) {
       const column = count === 1 ? 0 : Math.round((number * (panel.at.length - 1)) / (count - 1));
       pen.textAlign = number === 0 ? "left" : number === count - 1 ? "right" : "center";

@@ -6,6 +6,7 @@ import { colour, ink, mix, onTheme } from "../theme.js";
 
 const EDGE = 8;
 const MOST_HOSTS = 12;
+const MOST_LINES = 8;
 
 export function meshPanel(first, context) {
   let panel = first;
@@ -56,10 +57,13 @@ export function meshPanel(first, context) {
   }
 
   // A frame where the ranks of a group lie together, else a line from one to the next; that of the current rank is bold.
+  // Many lines would hide one another: then there is only one, that of rank 0 unless another is pointed at.
   function drawGroups() {
     if (!overlay) return;
-    const own = current === null ? null : talking().find((group) => group.includes(current));
-    overlay.replaceChildren(...talking().filter((group) => group !== own).map((group, at) => groupShape(group, colour(at), 2)));
+    const all = talking();
+    const isMuch = all.length > MOST_LINES && !isTogether(all[0]);
+    const own = all.find((group) => group.includes(current ?? (isMuch ? 0 : -1)));
+    overlay.replaceChildren(...(isMuch ? [] : all.filter((group) => group !== own).map((group, at) => groupShape(group, colour(at), 2))));
     if (own) overlay.append(groupShape(own, ink("ink"), 4));
     if (current !== null) overlay.append(frameOf([current], ink("ink"), 3));
   }

@@ -65,7 +65,7 @@ export function timelinePanel(first, context) {
   }
 
   function tick(moment, x, y) {
-    const paths = { error: `M${x - 5} ${y + 1}h10l-5 9z`, warning: `M${x - 5} ${y + 1}h10l-5 9z`, good: `M${x - 1} ${y + 3}h2v24h-2z`, info: `M${x - 0.5} ${y + 19}h1v9h-1z` };
+    const paths = { error: `M${x - 5} ${y + 1}h10l-5 9z`, warning: `M${x - 5} ${y + 1}h10l-5 9z`, good: `M${x - 1} ${y + 3}h2v24h-2z`, info: `M${x - 0.75} ${y + 26}h1.5v5h-1.5z` };
     const line = moment.level === "error" || moment.level === "warning" ? `M${x - 0.75} ${y + 4}h1.5v24h-1.5z` : "";
     return shape("path", { class: `tick level-${moment.level}`, d: paths[moment.level] + line }, shape("title", {}, moment.text));
   }
@@ -91,9 +91,9 @@ export function timelinePanel(first, context) {
     const row = (number) => {
       const moment = shown[number];
       const what = make("span", { class: `what level-${moment.level}` }, levelMark(moment.level), hiddenText(`${moment.level}: `), moment.what);
-      return [momentText(moment.time, context.start()), String(moment.attempt), moment.step === null ? "" : grouped(moment.step), what, moment.text];
+      return [momentText(moment.time, context.start()), what, moment.text, moment.step === null ? "" : grouped(moment.step), String(moment.attempt)];
     };
-    return list.replaceChildren(table({ columns: ["when", "attempt", "step", "what", "said"], right: [false, true, true, false, false], count: shown.length, row }, `${panel.title}: events`));
+    return list.replaceChildren(table({ columns: ["when", "what", "said", "step", "attempt"], right: [false, false, false, true, true], count: shown.length, row }, `${panel.title}: events`));
   }
 
   function show() {

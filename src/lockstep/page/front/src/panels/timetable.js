@@ -11,6 +11,7 @@ const BAR = 30;
 const AXIS = 28;
 const LEFT = 84;
 const BUSY = 62;
+const LEAST_WIDTH = 560;
 
 export function timetablePanel(first, context) {
   let panel = first;
@@ -23,7 +24,8 @@ export function timetablePanel(first, context) {
   const element = make("div", {}, picture.element, readout, keys);
   const forget = onTheme(listKinds);
 
-  function draw(width) {
+  function draw(given) {
+    const width = Math.max(given, LEAST_WIDTH);
     const height = panel.lanes.length * ROW + AXIS;
     const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     const room = width - LEFT - BUSY;
@@ -91,7 +93,7 @@ export function timetablePanel(first, context) {
     if (!event || !scale) return setCurrent(null);
     const box = picture.element.getBoundingClientRect();
     const lane = Math.floor((event.clientY - box.top) / ROW);
-    const x = event.clientX - box.left;
+    const x = event.clientX - box.left + picture.element.scrollLeft;
     const number = (panel.lanes[lane] ?? []).findIndex((one) => x >= scale(one[3]) && x < scale(one[4]));
     return setCurrent(number < 0 ? null : { lane, number });
   }
