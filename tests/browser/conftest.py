@@ -42,7 +42,7 @@ def axe() -> str:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
-    """`open_page(page)` opens it from a file and gives the tab. A request that would leave, or an error, is a failure."""
+    """`open_page(page)` opens it from a file and gives the tab. A request that would leave, or an error, fails."""
     problems: list[str] = []
     contexts: list[Any] = []
 
@@ -67,7 +67,12 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
                 route.abort()
 
         tab.route("**/*", watched)
-        tab.on("console", lambda message: message.type in ("error", "warning") and problems.append(message.text))
+
+        def heard(message: Any) -> None:
+            if message.type in ("error", "warning"):
+                problems.append(message.text)
+
+        tab.on("console", heard)
         tab.on("pageerror", lambda error: problems.append(f"{error}\n{error.stack}"))
         tab.goto(url)
         tab.problems = problems

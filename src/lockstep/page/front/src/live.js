@@ -37,7 +37,11 @@ export function follow(url, view) {
     if (isAsking || isOver) return;
     isAsking = true;
     try {
-      const answer = await fetch(url, { cache: "no-store", credentials: "same-origin", headers: version ? { "If-None-Match": version } : {} });
+      const answer = await fetch(url, {
+        cache: "no-store",
+        credentials: "same-origin",
+        headers: version ? { "If-None-Match": version } : {},
+      });
       if (answer.status === 304) wait = Math.min(SELDOM, wait * 1.5);
       else if (answer.ok) take(await answer.json(), answer.headers.get("ETag"));
       else throw new Error(`status ${answer.status}`);

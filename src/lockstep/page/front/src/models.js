@@ -6,7 +6,9 @@ import uPlot from "uplot";
 export function linesModel(panel, { start, isLog }) {
   const tables = panel.curves.map((curve) => [
     panel.x === "time" ? curve.x.map((x) => x - start) : curve.x,
-    ...[curve.y, curve.low, curve.high].filter((values) => values).map((values) => (isLog ? values.map(abovezero) : values)),
+    ...[curve.y, curve.low, curve.high]
+      .filter((values) => values)
+      .map((values) => (isLog ? values.map(abovezero) : values)),
   ]);
   const columns = tables.length > 0 ? uPlot.join(tables) : [[]];
   let next = 1;
@@ -16,7 +18,9 @@ export function linesModel(panel, { start, isLog }) {
     next += hasBand ? 3 : 1;
     return { name: curve.name, style: curve.style, at, low: hasBand ? at + 1 : null, high: hasBand ? at + 2 : null };
   });
-  const lost = isLog ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0) : 0;
+  const lost = isLog
+    ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0)
+    : 0;
   const told = isLog ? linesModel(panel, { start, isLog: false }).columns : columns;
   return { columns, curves, told, own: curves.map((curve) => told[curve.at]), lost };
 }
@@ -37,7 +41,13 @@ export function stackModel(panel, { start, hidden }) {
       return sums[at];
     }),
   );
-  const curves = panel.parts.map((part, number) => ({ name: part.name, style: "area", at: panel.parts.length - number, low: null, high: null }));
+  const curves = panel.parts.map((part, number) => ({
+    name: part.name,
+    style: "area",
+    at: panel.parts.length - number,
+    low: null,
+    high: null,
+  }));
   const columns = [xs, ...tops.reverse()];
   return { columns, curves, told: columns, own, total: sums, lost: 0 };
 }

@@ -9,8 +9,13 @@ const LOST = [1, 3, 4, 7, 6, 5];
 
 export function tablePanel(first) {
   const element = make("div");
-  const update = (panel) => element.replaceChildren(table(
-    { columns: panel.columns, right: panel.right, count: panel.rows.length, row: (number) => panel.rows[number] }, `${panel.title}: table`));
+  const update = (panel) =>
+    element.replaceChildren(
+      table(
+        { columns: panel.columns, right: panel.right, count: panel.rows.length, row: (number) => panel.rows[number] },
+        `${panel.title}: table`,
+      ),
+    );
   update(first);
   return { element, update };
 }
@@ -42,9 +47,14 @@ export function sharesPanel(first) {
   function draw() {
     const whole = panel.parts.reduce((sum, part) => sum + part.amount, 0);
     const colours = pick(panel.parts);
-    const shown = panel.parts.map((part, number) => ({ ...part, share: whole > 0 ? part.amount / whole : 0, colour: colours[number] })).filter((part) => part.amount > 0);
+    const shown = panel.parts
+      .map((part, number) => ({ ...part, share: whole > 0 ? part.amount / whole : 0, colour: colours[number] }))
+      .filter((part) => part.amount > 0);
     const text = (part) => `${part.name} ${percent(part.share)}`;
-    bar.setAttribute("aria-label", `${panel.title}: ${shown.map((part) => `${text(part)} (${amount(part.amount, panel.unit)}${part.good ? ", useful" : ""})`).join(", ")}.`);
+    bar.setAttribute(
+      "aria-label",
+      `${panel.title}: ${shown.map((part) => `${text(part)} (${amount(part.amount, panel.unit)}${part.good ? ", useful" : ""})`).join(", ")}.`,
+    );
     pieces = shown.map((part) => {
       const label = make("span");
       const piece = make("div", { class: part.good ? "share" : "share share-lost", title: text(part) }, label);
@@ -54,12 +64,21 @@ export function sharesPanel(first) {
     });
     bar.replaceChildren(...pieces.map(({ piece }) => piece));
     name();
-    list.replaceChildren(...shown.map((part) => {
-      const key = make("span", { class: part.good ? "swatch" : "swatch share-lost" });
-      key.style.backgroundColor = colour(part.colour);
-      return make("li", {}, key, make("span", { class: "share-name" }, part.name), make("span", { class: "share-amount" }, amount(part.amount, panel.unit)),
-        make("span", { class: "share-part" }, percent(part.share)), part.note ? make("span", { class: "share-note" }, part.note) : null);
-    }));
+    list.replaceChildren(
+      ...shown.map((part) => {
+        const key = make("span", { class: part.good ? "swatch" : "swatch share-lost" });
+        key.style.backgroundColor = colour(part.colour);
+        return make(
+          "li",
+          {},
+          key,
+          make("span", { class: "share-name" }, part.name),
+          make("span", { class: "share-amount" }, amount(part.amount, panel.unit)),
+          make("span", { class: "share-part" }, percent(part.share)),
+          part.note ? make("span", { class: "share-note" }, part.note) : null,
+        );
+      }),
+    );
   }
 
   // The name of a part where there is room for it, else its share, else nothing.
