@@ -10,7 +10,7 @@ export function follow(url, view) {
   const light = make("span", { class: "live-light", "aria-hidden": "true" });
   const words = make("span", { role: "status" });
   const age = make("span", { class: "live-age" });
-  view.status.replaceChildren(light, words, age);
+  view.status.replaceChildren(light, make("div", {}, words, age));
   let version = null;
   let updated = Date.now();
   let wait = OFTEN;
@@ -48,7 +48,7 @@ export function follow(url, view) {
       if (!isOver) say("live", "Live");
     } catch {
       wait = Math.min(SELDOM, wait * 1.5);
-      say("gone", "The board does not answer; this is what it said last");
+      say("gone", "The board does not answer");
     }
     isAsking = false;
     later();
