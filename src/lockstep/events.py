@@ -184,6 +184,18 @@ CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+_PLAIN: Mapping[Any, Mapping[str, frozenset[type]]] = {
+    kind: {name: frozenset(get_args(shape) or (shape,)) for name, shape in {**COMMON, **fields}.items()}
+    for kind, fields in SCHEMA.items()
+    if not any(isinstance(shape, Mapping) for shape in fields.values())
+    and "*" not in fields
+    and kind not in {choice for choice, _ in CHOICES}
+}
+"""The types of the fields of kinds that have nothing but fields."""
+
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
 class Reader(Protocol):
     """Whatever wants to see a run's events as they happen."""
 
@@ -195,12 +207,21 @@ class Reader(Protocol):
 def validate(event: Event) -> None:
     """Refuse an event outside the schema, naming the field that is missing, unknown or of the wrong type."""
     kind = event.get("kind")
+    if _is_plainly_right(event, _PLAIN.get(kind)):  # most are, and there is one of every step
+        return
     if not isinstance(kind, str) or kind not in SCHEMA:
         raise unknown("event kind", str(kind), SCHEMA)
     _check(event, {**COMMON, **SCHEMA[kind]}, kind, "")
     for (choice_kind, field), options in CHOICES.items():
         if kind == choice_kind and event[field] not in options:
             raise unknown(f"{field} of the {kind} event", event[field], options)
+
+
+def _is_plainly_right(event: Event, plain: Mapping[str, frozenset[type]] | None) -> bool:
+    """Whether an event has just its fields, each of exactly one of its types; what else may be right is looked at."""
+    if plain is None or len(event) != len(plain):
+        return False
+    return all(type(event.get(name, validate)) in types for name, types in plain.items())
 
 
 def _check(value: object, shape: Shape, kind: str, field: str) -> None:
@@ -242,7 +263,10 @@ class EventLog:
         """Append one event, that happened now or at `time`, and show it to every reader."""
         event: Event = {"time": round(time or now(), 6), "kind": kind, "attempt": self._attempt, **fields}
         validate(event)
-        line = json.dumps(without_non_finite(event), allow_nan=False).encode() + b"\n"
+        try:
+            line = _ENCODER.encode(event).encode() + b"\n"
+        except ValueError:
+            line = _ENCODER.encode(without_non_finite(event)).encode() + b"\n"
         with self._lock:
             if os.write(self._descriptor, line) != len(line):
                 _cut_torn_line(self._descriptor)

@@ -119,7 +119,7 @@ class Journal:
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
         self.last_loss = result.loss
-        self.step_seconds = self._clock.step_done(sum(len(p.ids) for p in batch.micro_batches if not p.filler))
+        self.step_seconds = self._clock.step_done(sum([len(p.ids) for p in batch.micro_batches if not p.filler]))
         if self._log is None:  # nobody would read the copy of the norm
             return
         self._measured.step(self.step_seconds)
@@ -128,7 +128,7 @@ class Journal:
             step=result.step,
             epoch=epoch,
             loss=result.loss,
-            grad_norm=HostCopy(result.grad_norm),
+            grad_norm=HostCopy(result.grad_norm) if result.grad_norm.is_cuda else result.grad_norm.item(),
             lr=result.lr,
             weight=result.weight,
             items=batch.samples * self._items_per_sample,
@@ -247,6 +247,6 @@ def _short(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     return value.read()[0] if isinstance(value, HostCopy) else value
