@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import sleep
@@ -261,24 +261,42 @@ class EventLog:
 
     def emit(self, kind: str, *, time: float | None = None, **fields: Any) -> None:
         """Append one event, that happened now or at `time`, and show it to every reader."""
-        event: Event = {"time": round(time or now(), 6), "kind": kind, "attempt": self._attempt, **fields}
-        validate(event)
+        self.emit_all([(now() if time is None else time, kind, fields)])
+
+    def emit_all(self, told: Iterable[tuple[float, str, Mapping[str, Any]]]) -> None:
+        """Append several events at once: time, kind and fields of each. Those before a wrong one are written."""
+        events: list[Event] = []
+        lines: list[str] = []
         try:
-            line = _ENCODER.encode(event).encode() + b"\n"
-        except ValueError:
-            line = _ENCODER.encode(without_non_finite(event)).encode() + b"\n"
+            for time, kind, fields in told:
+                event: Event = {"time": round(time, 6), "kind": kind, "attempt": self._attempt, **fields}
+                validate(event)
+                lines.append(_as_line(event))
+                events.append(event)
+        finally:
+            self._append("".join(lines).encode(), events)
+
+    def _append(self, lines: bytes, events: Sequence[Event]) -> None:
         with self._lock:
-            if os.write(self._descriptor, line) != len(line):
+            if os.write(self._descriptor, lines) != len(lines):
                 _cut_torn_line(self._descriptor)
                 raise OSError(errno.ENOSPC, "no room for the event log: free some disk space")
-            for reader in self._readers:
-                reader.handle(event)
+            for event in events:
+                for reader in self._readers:
+                    reader.handle(event)
 
     def close(self) -> None:
         """Close every reader, then the file. A second call does nothing."""
         with self._lock:
             self._descriptor = -1
             self._open.close()
+
+
+def _as_line(event: Event) -> str:
+    try:
+        return _ENCODER.encode(event) + "\n"
+    except ValueError:
+        return _ENCODER.encode(without_non_finite(event)) + "\n"
 
 
 def read_events(path: Path) -> Iterator[Event]:

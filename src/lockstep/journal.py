@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -222,8 +222,12 @@ class Journal:
         assert self._log is not None
         with self._writing:
             while self._waiting:
-                at, kind, fields = self._waiting.popleft()
-                self._log.emit(kind, time=at, **_plain(fields))
+                self._log.emit_all(self._take_waiting())
+
+    def _take_waiting(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
+        while self._waiting:
+            at, kind, fields = self._waiting.popleft()
+            yield at, kind, _plain(fields)
 
 
 def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float | None]]:
