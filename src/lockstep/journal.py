@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class Journal:
     def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
         """One optimizer step is done."""
         self.last_loss = result.loss
-        self.step_seconds = self._clock.step_done(sum(len(p.ids) for p in batch.micro_batches if not p.filler))
+        self.step_seconds = self._clock.step_done(sum([len(p.ids) for p in batch.micro_batches if not p.filler]))
         if self._log is None:  # nobody would read the copy of the norm
             return
         self._measured.step(self.step_seconds)
@@ -129,7 +129,7 @@ class Journal:
             step=result.step,
             epoch=epoch,
             loss=result.loss,
-            grad_norm=HostCopy(result.grad_norm),
+            grad_norm=HostCopy(result.grad_norm) if result.grad_norm.is_cuda else result.grad_norm.item(),
             lr=result.lr,
             weight=result.weight,
             items=result.items,
@@ -223,8 +223,12 @@ class Journal:
         assert self._log is not None
         with self._writing:
             while self._waiting:
-                at, kind, fields = self._waiting.popleft()
-                self._log.emit(kind, time=at, **_plain(fields))
+                self._log.emit_all(self._take_waiting())
+
+    def _take_waiting(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
+        while self._waiting:
+            at, kind, fields = self._waiting.popleft()
+            yield at, kind, _plain(fields)
 
 
 def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float | None]]:
@@ -248,6 +252,6 @@ def _short(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     return value.read()[0] if isinstance(value, HostCopy) else value

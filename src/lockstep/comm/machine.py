@@ -176,8 +176,9 @@ def number_of(path: Path) -> int | None:
 
 def memory_here(root: Path) -> tuple[int, int]:
     """All memory and what is available, in bytes, as the control group allows it."""
-    found = {name: int(kb) * 1024 for name, kb in re.findall(r"(\w+):\s+(\d+) kB", text_of(root / "proc/meminfo"))}
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    text = text_of(root / "proc/meminfo")
+    found = [re.search(rf"^{name}:\s+(\d+) kB", text, re.M) for name in ("MemTotal", "MemAvailable")]
+    total, free = (int(kb[1]) * 1024 if kb else 0 for kb in found)
     allowed = number_of(root / "sys/fs/cgroup/memory.max")
     if allowed is not None and allowed < total:
         used = number_of(root / "sys/fs/cgroup/memory.current") or 0

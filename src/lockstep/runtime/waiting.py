@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,32 +119,35 @@ class StepClock:
         """Whether this thread trains: checkpoints are written by others, and autograd has its own for a GPU."""
         return threading.get_ident() == self._main or in_backward()
 
-    @contextmanager
-    def stalled(self, kind: Stall) -> Iterator[None]:
+    def stalled(self, kind: Stall) -> AbstractContextManager[None]:
         """Inside the training may stand still."""
-        if self._is_stalled:  # a dataset that talks to other ranks, or nothing is measured
-            yield
-            return
-        if kind == "input":
-            self._loader_is_asked()
-        self._is_stalled = True
-        try:
-            before = self._now()
-            yield
-            self._add(kind, before)  # not after an error: a GPU that has failed would raise another one, and hide it
-        finally:
-            self._is_stalled = False
+        return _Part(self, kind)
 
-    @contextmanager
-    def optimizing(self) -> Iterator[None]:
+    def optimizing(self) -> AbstractContextManager[None]:
         """Inside the gradients are clipped, or the weights updated."""
-        before, self._working = self._now(), "optimizer"
-        try:
-            yield
+        return _Part(self, "optimizer")
+
+    def begin(self, part: Stall | Work) -> Moment | None:
+        """A part of the step begins; None where nothing is measured, or a dataset talks to other ranks."""
+        if self._is_stalled:
+            return None
+        if part == "input":
+            self._loader_is_asked()
+        now = self._now()
+        if part == "optimizer":
+            self._working = part
+        else:
+            self._is_stalled = True
+        return now
+
+    def end(self, part: Stall | Work, before: Moment, *, failed: bool) -> None:
+        """And ends. After an error nothing is added: a GPU that has failed would raise another one, and hide it."""
+        if part == "optimizer":
             self._working = None
-            self._add("optimizer", before)
-        finally:
-            self._working = None
+        else:
+            self._is_stalled = False
+        if not failed:
+            self._add(part, before)
 
     def _loader_is_asked(self) -> None:
         """The script's own code after a step ends here."""
@@ -253,6 +256,23 @@ class StepClock:
         self._is_reported, self._last_report = True, time.perf_counter()
         self._clear()
         return spent
+
+
+class _Part:
+    """A part of a step. Not made from a generator, which would cost every step several times as much."""
+
+    __slots__ = ("_before", "_clock", "_part")
+
+    def __init__(self, clock: StepClock, part: Stall | Work) -> None:
+        self._clock = clock
+        self._part = part
+
+    def __enter__(self) -> None:
+        self._before = self._clock.begin(self._part)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before is not None:
+            self._clock.end(self._part, self._before, failed=kind is not None)
 
 
 def _nothing() -> dict[Stall | Work, float]:

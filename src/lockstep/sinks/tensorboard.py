@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.events import Event
+from lockstep.sinks.records import RecordWriter
 
 FLUSH_SECONDS = 1.0
 
@@ -94,7 +95,6 @@ def _message(event: Event) -> bytes | None:
 
 def _open_writer(folder: Path, attempt: int, time: float) -> Any:
     from tensorboard.compat.proto import event_pb2
-    from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names, so the attempt comes first.

@@ -1,0 +1,166 @@
+"""What it costs to see a run: steps of about 10 ms, with everything that a run writes and measures, and without.
+
+    python benchmarks/events.py
+
+Both take turns in one process. With events means: the journal of a run writes every step to `events.jsonl` and to
+TensorBoard's files, the clock measures the parts of every step, a thread samples the host, and `ranks` and `machine`
+are told as often as in a run. Ends with 1 where that is more than 1 % of a step, on the wall clock or in CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import in_turn, machine_text, options_of, ratio_cells, summary
+from torch import nn
+
+from lockstep.data.loader import MicroBatch, StepBatch
+from lockstep.data.order import Position
+from lockstep.engine import StepResult
+from lockstep.events import EventLog
+from lockstep.faults.stragglers import StragglerWatch, ranks_event
+from lockstep.journal import Journal
+from lockstep.layout import Layout
+from lockstep.memory import peak_bytes
+from lockstep.runtime.place import find_place
+from lockstep.runtime.telemetry import Telemetry, machine_event
+from lockstep.runtime.waiting import StepClock
+from lockstep.sinks.tensorboard import TensorBoard
+
+STEP_SECONDS = 0.01
+STEPS_OF_A_TURN = 100
+MOST = 0.01
+LAYERS, WIDTH = 6, 128
+"""Of the model: small, as is all that has steps of 10 ms on a CPU, so that Python's lock is wanted often."""
+BATCH = StepBatch([MicroBatch(0, list(range(8)), None)], 8, 8, 0, Position(0, 8))
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    work = Work()
+    steps = 10 if options.quick else STEPS_OF_A_TURN
+    print(f"{machine_text()}; torch {torch.__version__}; {work.samples} samples a step")
+    wall: dict[str, list[float]] = {"without": [], "with events": []}
+    processor: dict[str, list[float]] = {"without": [], "with events": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(-1, options.rounds):  # the first round warms up
+            for name in in_turn(list(wall), number):
+                observed = name == "with events"
+                seconds, used = turn(work, steps, Path(folder) / f"run-{number}" if observed else None)
+                if number >= 0:
+                    wall[name].append(seconds / steps * 1e3)
+                    processor[name].append(used / steps * 1e3)
+    found = {}
+    for what, times in (("wall clock", wall), ("processor", processor)):
+        found[what] = {name: summary(times[name], times["without"]) for name in times}
+        print(f"| {what} | ms/step | us more | ratio | middle half | all rounds |\n|---|---|---|---|---|---|")
+        for name, one in found[what].items():
+            print(f"| {name} | {one['median_ms']:.2f} | {one['extra_us']:.0f} | {ratio_cells(one)} |")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine_text(), "steps": steps, **found}, indent=1) + "\n")
+    raise SystemExit(any(one["with events"]["ratio"] > 1 + MOST for one in found.values()))
+
+
+def arguments() -> argparse.Namespace:
+    parser = options_of(__doc__)
+    parser.set_defaults(rounds=30)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 2
+    return options
+
+
+class Work:
+    """A training by hand, with as many samples in a step as take 10 ms here."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self._model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4, fused=True)
+        self.samples = 1
+        few, many = (min(self._seconds_of(samples) for _ in range(20)) for samples in (16, 128))
+        each = (many - few) / (128 - 16)
+        self.samples = max(1, round((STEP_SECONDS - few) / each + 16))
+
+    def _seconds_of(self, samples: int) -> float:
+        self.samples, began = samples, time.perf_counter()
+        self.step(0)
+        return time.perf_counter() - began
+
+    def step(self, number: int) -> StepResult:
+        """One step, and what the engine would tell of it."""
+        self._optimizer.zero_grad()
+        loss = self._model(torch.ones(self.samples, WIDTH)).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return StepResult(number, loss.item(), self.samples, norm, 3e-4, False, 1.0, False)
+
+
+def turn(work: Work, steps: int, folder: Path | None) -> tuple[float, float]:
+    """Wall and CPU seconds of so many steps, observed in a run folder or not at all."""
+    with observer(folder) if folder else unobserved() as observe:
+        began, processor_began = time.perf_counter(), time.process_time()
+        for step in range(1, steps + 1):
+            observe(work.step(step))
+        observe(None)
+        return time.perf_counter() - began, time.process_time() - processor_began
+
+
+@contextmanager
+def unobserved() -> Iterator[Any]:
+    yield lambda *_: None
+
+
+@contextmanager
+def observer(folder: Path) -> Iterator[Any]:
+    """What a run does beside its steps: for every step, and at the end."""
+    clock, place, device = StepClock(torch.device("cpu")), find_place(), torch.device("cpu")
+    log = EventLog(folder / "events.jsonl", 1, [TensorBoard(folder / "tb", print)])
+    journal, telemetry, stragglers = Journal(log, clock), Telemetry(place, device), StragglerWatch(Layout())
+    journal.count_in("samples", 1)
+    telemetry.start()
+    telemetry.take()
+    clock.start()
+
+    def report(step: int) -> None:
+        own = {**asdict(clock.take(last=False)), "memory": peak_bytes(device), "host": socket.gethostname()}
+        event = ranks_event([own])
+        journal.ranks(step, event, on_gpus=False)
+        journal.emit("machine", step=step, **machine_event([telemetry.take(2)], event["hosts"]))
+        stragglers.look(event)
+        journal.between_steps()
+
+    def observe(result: StepResult | None) -> None:
+        if result is None:
+            journal.flush()
+            return
+        with clock.optimizing():
+            pass
+        with clock.optimizing():
+            pass
+        journal.step(result, BATCH, result.step / 100)
+        with clock.stalled("input"):
+            pass
+        if clock.is_due:
+            report(result.step)
+
+    yield observe
+    telemetry.close()
+    journal.close()
+
+
+if __name__ == "__main__":
+    main()
