@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -88,11 +88,10 @@ class _Code:
     """Finds the code that ran at a moment of a trace."""
 
     def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
-        self._spans = [
-            event
-            for event in events
-            if event.get("ph") == "X" and event.get("cat") in ("python_function", "cpu_op", "user_annotation")
-        ]
+        self._spans: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+        for event in events:
+            if event.get("ph") == "X" and event.get("cat") in ("python_function", "cpu_op", "user_annotation"):
+                self._spans[event["tid"]].append(event)
         self._to_forward = {
             event["id"]: event for event in events if event.get("cat") == "fwdbwd" and event["ph"] == "s"
         }
@@ -115,7 +114,7 @@ class _Code:
 
     def _around(self, thread: Any, moment: float) -> list[Mapping[str, Any]]:
         """What ran on a thread at a moment, the outermost first."""
-        found = [one for one in self._spans if one["tid"] == thread and one["ts"] <= moment <= one["ts"] + one["dur"]]
+        found = [one for one in self._spans[thread] if one["ts"] <= moment <= one["ts"] + one["dur"]]
         return sorted(found, key=lambda one: (one["ts"], -one["dur"]))
 
     def _function(self, around: Sequence[Mapping[str, Any]]) -> str | None:

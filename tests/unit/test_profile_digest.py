@@ -36,7 +36,7 @@ def digest(*events: dict[str, Any], **more: Any) -> dict[str, Any]:
     return digest_trace({"traceEvents": shuffled, **more})
 
 
-def milliseconds(found: dict[str, Any]) -> dict[str, float]:
+def milliseconds(found: dict[str, Any]) -> dict[str, Any]:
     return {part: pytest.approx(1000 * seconds) for part, seconds in found["seconds"].items()}
 
 
