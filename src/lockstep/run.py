@@ -741,8 +741,8 @@ class Run:
         if steps is None:
             return
         if missing:
-            text = f"rank {missing[0]} is to be profiled, and there are {self.world_size} ranks"
-            self.message(f"{text}: only those that are there are", "warning")
+            text = f"rank {missing[0]} cannot be profiled: the last rank of this run is {self.world_size - 1}"
+            self.message(text, "warning")
         if self._steps_done >= steps.last:
             self._profiler.steps = None
             self.message(f"{steps} to be profiled came before step {self._steps_done}: nothing is left to profile")
