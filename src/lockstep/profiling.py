@@ -43,7 +43,8 @@ class Profiler:
         """What is still to be profiled."""
         asked = parse_ranks(ranks)
         chosen: Sequence[int] = range(world_size) if asked is None else asked
-        self.missing = [one for one in chosen if one >= world_size] if steps else []
+        self._missing = [one for one in chosen if one >= world_size]
+        self._last_rank = world_size - 1
         self._rank = rank
         self._is_chosen = rank in chosen
         self._device = device
@@ -52,6 +53,18 @@ class Profiler:
         self._first: int | None = None
         self._recording: Recording | None = None
         self._failure: str | None = None
+
+    def out_of_reach(self, steps_done: int, total_steps: int | None) -> Iterator[str]:
+        """Before the first step of a start: one sentence for whatever cannot be profiled."""
+        if (steps := self.steps) is None:
+            return
+        if self._missing:
+            yield f"rank {self._missing[0]} cannot be profiled: the last rank of this run is {self._last_rank}"
+        if steps_done >= steps.last:
+            self.steps = None
+            yield f"the run goes on after step {steps_done}, and {steps} came before: nothing is left to profile"
+        elif total_steps is not None and steps.last > total_steps:
+            yield f"{steps} cannot be profiled: the run has {total_steps} steps"
 
     def touches(self, step: int) -> bool:
         """Whether a step takes longer than others because of this, on some rank and so on all."""

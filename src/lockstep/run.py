@@ -735,20 +735,6 @@ class Run:
                 self.message(f"{digest['text']}; the trace is {self.folder.path / digest['path']}")
         self.journal.between_steps()
 
-    def _announce_profile(self, total_steps: int | None) -> None:
-        """Before the first step: say what of the profile cannot be done."""
-        steps, missing = self._profiler.steps, self._profiler.missing
-        if steps is None:
-            return
-        if missing:
-            text = f"rank {missing[0]} cannot be profiled: the last rank of this run is {self.world_size - 1}"
-            self.message(text, "warning")
-        if self._steps_done >= steps.last:
-            self._profiler.steps = None
-            self.message(f"{steps} to be profiled came before step {self._steps_done}: nothing is left to profile")
-        elif total_steps is not None and steps.last > total_steps:
-            self.message(f"{steps} to be profiled, but the run has {total_steps} steps", "warning")
-
     def _report_ranks(self, *, last: bool) -> None:
         """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
         spent = self._clock.take(last=last)
@@ -779,7 +765,8 @@ class Run:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
                 self.message(line)
-            self._announce_profile(loader.total_steps)
+            for line in self._profiler.out_of_reach(self._steps_done, loader.total_steps):
+                self.message(line, "warning")
             if self._recorder:
                 self._recorder.begin(engine)
             self._profiler.begin_step(self._steps_done + 1, engine)
