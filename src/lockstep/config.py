@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lockstep.cadence import Cadence, parse_duration
 from lockstep.errors import UserError, nearest, unknown
 from lockstep.layout import AUTO, Layout
 from lockstep.recipes.catalog import find_recipe
+from lockstep.selection import check_in_reach, parse_ranks, parse_steps
 from lockstep.toml import read_toml, write_toml
 
 Nested = dict[str, Any]
@@ -191,8 +192,15 @@ class LaunchConfig(Section):
         None, description='save and stop before this is over, as in "2h", "90m" or "1-12:00:00"; exit code 75'
     )
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
+    profile: str | None = Field(None, description='steps to profile, such as "10-12" or "10" (docs/profile.md)')
+    profile_ranks: str = Field("0", description='ranks to profile, such as "0,3", or "all"')
     pipeline: PipelineConfig = PipelineConfig()
     tensor: TensorConfig = TensorConfig()
+
+    @field_validator("profile", "profile_ranks", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _launchable(self) -> Self:
@@ -204,7 +212,11 @@ class LaunchConfig(Section):
             raise ValueError("share_gpu and device cpu contradict each other: say one of them")
         if self.max_time is not None:
             parse_duration(self.max_time)
+        if self.profile is not None:
+            parse_steps(self.profile)
+        parse_ranks(self.profile_ranks)
         try:
+            check_in_reach(self.profile, self.steps)
             if self.layout != AUTO:
                 Layout.parse(self.layout)
         except UserError as error:

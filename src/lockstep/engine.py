@@ -131,6 +131,8 @@ class Engine:
         self.is_sound = True
         """Whether weights and optimizer are those of `steps_done` steps; not so in the middle of an update."""
         self.is_in_step = False
+        self.marked: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        """Entered around the parts of a step, with their names: how a profiler tells them apart."""
         self._explaining: Callable[[], AbstractContextManager[None]] = nullcontext
         self._transfers = Transfers(device)
         self.use_attention(None if attention == "auto" else attention)
@@ -307,8 +309,9 @@ class Engine:
             totals = self.forward_backward(batch.micro_batches, scale)
         exchange = self._exchange or self._start_exchange(totals)
         self._comm.beat.at("summing gradients")
-        has_unused = self._gradients.wait()
-        loss_sum, weight, bad_ranks, items, padding, unused, paths, squares, *votes = exchange()
+        with self.marked("summing gradients"):
+            has_unused = self._gradients.wait()
+            loss_sum, weight, bad_ranks, items, padding, unused, paths, squares, *votes = exchange()
         self._requests.agree(votes)
         loss = loss_sum / weight if weight > 0 else math.nan
         alarm = self._alarm_of_loss(loss, bool(bad_ranks), totals, batch)
@@ -364,7 +367,7 @@ class Engine:
         else:
             self.is_sound = False
             self._comm.beat.at("the optimizer")
-            with self._optimizing():
+            with self._optimizing(), self.marked("optimizer"):
                 self.optimizer.step()
                 self._gradients.updated()
             self.recovery.fine()
@@ -461,7 +464,7 @@ class Engine:
             last = number == len(micro_batches) - 1
             assert sent is not None
             data, sent = sent.take(), next(following, None)
-            with self._statistics.not_counting() if micro_batch.filler else nullcontext():
+            with self.marked("forward"), self._statistics.not_counting() if micro_batch.filler else nullcontext():
                 loss_sum, weight = self.forward(micro_batch, data)
             if not micro_batch.filler:
                 totals[0] += loss_sum.detach()
@@ -477,7 +480,8 @@ class Engine:
                     "call the model in any case, and multiply the loss by 0 where nothing counts",
                 )
             if loss_sum.requires_grad:
-                (loss_sum * (0.0 if micro_batch.filler else scale)).backward()
+                with self.marked("backward"):
+                    (loss_sum * (0.0 if micro_batch.filler else scale)).backward()
         return on_host
 
     def _pipelined(self, micro_batches: list[MicroBatch], scale: float) -> HostCopy:
@@ -499,7 +503,8 @@ class Engine:
             return HostCopy(totals)
         data = [self._transfers.send(part.data).take() for part in micro_batches]
         before_backward = partial(self._gradients.before_backward, False)
-        self._stages.step(data, self._summed_loss, start, loss_of, before_backward)
+        with self.marked("pipeline"):
+            self._stages.step(data, self._summed_loss, start, loss_of, before_backward)
         return HostCopy(totals)
 
     @torch.no_grad()

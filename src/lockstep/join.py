@@ -38,6 +38,8 @@ def init(
     backend: Literal["auto", "gloo", "nccl"] | None = None,
     share_gpu: bool | None = None,
     timeout_minutes: float | None = None,
+    profile: str | None = None,
+    profile_ranks: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
@@ -54,6 +56,7 @@ def init(
     launch: dict[str, Any] = json.loads(os.environ.get(LAUNCH, "{}"))
     given: dict[str, Any] = {"layout": layout, "seed": seed, "device": device, "backend": backend}
     given |= {"share_gpu": share_gpu, "timeout_minutes": timeout_minutes}
+    given |= {"profile": profile, "profile_ranks": profile_ranks}
     told = {key: value for key, value in given.items() if value is not None}
     config = launch_config(told | launch.get("options", {}))
     place = _find_place(rank, world_size, local_rank, local_world_size, head, store)

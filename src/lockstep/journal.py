@@ -117,13 +117,15 @@ class Journal:
             self._measured.memory = max(fields["memory"])
         self.emit("ranks", step=step, **fields)
 
-    def step(self, result: StepResult, batch: StepBatch, epoch: float) -> None:
-        """One optimizer step is done."""
+    def step(self, result: StepResult, batch: StepBatch, epoch: float, *, profiled: bool = False) -> None:
+        """One optimizer step is done; the time of a profiled one says nothing of the others."""
         self.last_loss = result.loss
-        self.step_seconds = self._clock.step_done(sum([len(p.ids) for p in batch.micro_batches if not p.filler]))
+        samples = sum([len(part.ids) for part in batch.micro_batches if not part.filler])
+        self.step_seconds = self._clock.step_done(samples, counts=not profiled)
         if self._log is None:  # nobody would read the copy of the norm
             return
-        self._measured.step(self.step_seconds)
+        if not profiled:
+            self._measured.step(self.step_seconds)
         self.emit(
             "step",
             step=result.step,

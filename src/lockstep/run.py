@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
 from lockstep.peak import find_peak
 from lockstep.planner.model import Model
 from lockstep.precision import check_can_compute, number_formats
+from lockstep.profiling import Profiler
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
@@ -159,6 +160,7 @@ class Run:
         self._undo_hook = on_uncaught(partial(save_in_emergency, self))
         self._clock = StepClock(device, self.world_size)
         self._stragglers = StragglerWatch(layout)
+        self._profiler = Profiler(config.profile, config.profile_ranks, comm.rank, comm.world_size, device)
         log = EventLog(folder.events, folder.attempt, readers) if self.is_main else None
         self.journal = Journal(log, self._clock)
         if not launch:
@@ -376,7 +378,7 @@ class Run:
             steps=steps,
             name=name,
             before_step=self._boundary,
-            reading_samples=partial(self._clock.stalled, "input"),
+            reading_samples=self._reading_samples,
             steps_done=saved.get("steps_done", 0),
         )
         self._progress.add(loader)
@@ -525,6 +527,8 @@ class Run:
         if self.engine is not None:
             self.engine.check_last_gradient()
         self._finish_saving()
+        if self._profiler.steps is not None:
+            self.message(f"the run has ended before {self._profiler.steps} could be profiled", "warning")
         self.journal.end(self._steps_done, self.best)
         self.leave()
 
@@ -549,6 +553,7 @@ class Run:
                 everything.callback(self._checkpoints.leave)
             if self._garbage:
                 everything.callback(self._garbage.restore)
+            everything.callback(self._profiler.discard)
 
     def __enter__(self) -> Self:
         return self
@@ -702,14 +707,18 @@ class Run:
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         self._progress.step_done(batch)
         self._report_recovery(result.step)
-        self.journal.step(result, batch, self._progress.epoch(batch))
+        self._profiler.end_step(result.step)
+        profiled = self._profiler.touches(result.step)
+        self.journal.step(result, batch, self._progress.epoch(batch), profiled=profiled)
+        if self._profiler.is_complete(result.step) or (self._profiler.has_begun and self._progress.is_read):
+            self._finish_profile()
         if self.engine and self.engine.attention != self._attention:
             self._attention = self.engine.attention
             self.journal.emit("config", attention=self._attention)
         if result.overflowed:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
             self.message(f"the gradients of {at}: the step is skipped, the scale halved")
-        if "ranks" in self.requests.agreed or self._progress.is_read:
+        if self._clock.steps and ("ranks" in self.requests.agreed or self._progress.is_read):
             self._report_ranks(last=self._progress.is_read)
         if self._recorder and self._recorder.step(result, batch, self._progress.loaders[batch.loader]):
             self._comm.barrier()  # nobody leaves while another one still gathers tensors
@@ -723,6 +732,30 @@ class Run:
             moments = [failed["failed"], failed["stopped"], *(self._times[at] for at in ("joined", "ready", "done"))]
             spans = dict(zip(("stop", "start", "load", "step"), map(operator.sub, moments[1:], moments), strict=True))
             self.journal.emit("recovered", step=step, seconds=spans)
+
+    @contextmanager
+    def _reading_samples(self) -> Iterator[None]:
+        """Around the wait for the samples of the next step, with which it begins."""
+        if self._announced:  # else there is more to do before the first step
+            self._profiler.begin_step(self._steps_done + 1, self._need_engine("loader"))
+        with self._clock.stalled("input"), self._profiler.marked("data"):
+            yield
+
+    def _finish_profile(self) -> None:
+        """The last profiled step is done: tell what every rank that recorded it has found."""
+        step = self._steps_done
+        with self._clock.paused():
+            with self._comm.beat.busy():
+                own = self._profiler.finish(step, self.folder.path)
+            told = [digest for digest in self._comm.gather(own) if digest is not None]
+        for digest in told:
+            if "failure" in digest:
+                text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
+                self.message(text, "warning")
+            else:
+                self.journal.emit("profile", **digest)
+                self.message(f"{digest['text']}; the trace is {self.folder.path / digest['path']}")
+        self.journal.between_steps()
 
     def _report_ranks(self, *, last: bool) -> None:
         """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
@@ -773,8 +806,11 @@ class Run:
                 self.status("compiling: the first steps take longer")
             if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
                 self.message(line)
+            for line in self._profiler.out_of_reach(self._steps_done, loader.total_steps):
+                self.message(line, "warning")
             if self._recorder:
                 self._recorder.begin(engine)
+            self._profiler.begin_step(self._steps_done + 1, engine)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
         if self.is_main and (why := self._stops.reason(self._checkpoints.save_seconds, self.journal.step_seconds)):
@@ -783,6 +819,8 @@ class Run:
             self.requests.ask("ranks")
             if self.layout.pp > 1 and time.monotonic() - self._timetable_at >= SECONDS_BETWEEN_TIMETABLES:
                 self.requests.ask("timetable")
+        if self._profiler.has_begun and self._progress.is_read:
+            self._finish_profile()
         if self._clock.steps and self._progress.is_read:  # a stream, whose last step did not know that it was
             self._report_ranks(last=True)
         if "unsaved" in self.requests.agreed:

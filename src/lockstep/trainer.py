@@ -48,6 +48,8 @@ class Trainer:
             backend=config.backend,
             share_gpu=config.share_gpu,
             timeout_minutes=config.timeout_minutes,
+            profile=config.profile,
+            profile_ranks=config.profile_ranks,
         )
         if config.batch_per_device is not None:
             global_batch = config.batch_per_device * self.run.layout.data_size

@@ -29,6 +29,7 @@ WITHOUT_TORCH = [
     "lockstep.folder",
     "lockstep.recipes.catalog",
     "lockstep.data.sets",
+    "lockstep.trace_digest",
     "lockstep.cli",
 ]
 
@@ -80,7 +81,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         ("recipes.catalog", {"errors"}),
         ("cadence", set()),
         ("toml", {"errors"}),
-        ("config", {"cadence", "errors", "layout", "recipes.catalog", "toml"}),
+        ("selection", {"errors"}),
+        ("config", {"cadence", "errors", "layout", "recipes.catalog", "selection", "toml"}),
     ],
 )
 def test_what_describes_imports_nothing_above_it(module: str, may_import: set[str]) -> None:

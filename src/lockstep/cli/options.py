@@ -36,6 +36,8 @@ Name = Annotated[str | None, typer.Option(help="The run's name under runs/. An u
 RunDir = Annotated[Path | None, typer.Option(help="The run folder itself, instead of a name.")]
 Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint.")]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps to do in all.")]
+Profile = Annotated[str | None, typer.Option(metavar="STEPS", help="Record a trace of these steps: 10-12, or 10.")]
+ProfileRanks = Annotated[str | None, typer.Option(help="Ranks that record it: 0,3, or all. Default: rank 0.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is a GPU.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, text for people on stderr.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Resolve, check and print; start nothing, write nothing.")]

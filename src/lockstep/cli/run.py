@@ -25,6 +25,8 @@ def run_command(
     on_oom: opt.OnOom = None,
     max_time: opt.MaxTime = None,
     steps: opt.Steps = None,
+    profile: opt.Profile = None,
+    profile_ranks: opt.ProfileRanks = None,
     set_: opt.Set = None,
     name: opt.Name = None,
     run_dir: opt.RunDir = None,
@@ -41,12 +43,14 @@ def run_command(
     from lockstep.folder import check_same_script, choose_folder
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
+    from lockstep.selection import ranks_of
 
     if not script.is_file():
         raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
     told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)
+    told |= opt.given(profile=profile, profile_ranks=profile_ranks)
     told |= cfg.parse_assignments(set_ or [])
     origin = dict.fromkeys(["script", *(["args"] if args else []), *told], "the command line")
     config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
@@ -55,6 +59,7 @@ def run_command(
     config = config.model_copy(update={"nproc": count})
     worker = ["script", str(script), *(args or [])]
     where = find_nodes(nodes, node_rank, head, resume)
+    ranks_of(config.profile_ranks, count * where.most)
     if config.layout == AUTO:
         resolved = choose_layout_for(config, worker, count, chosen, terminal)
         origin["layout"] = "auto, on the command line"

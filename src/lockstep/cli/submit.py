@@ -170,10 +170,12 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
     from lockstep import config as cfg
     from lockstep.layout import AUTO, Layout
+    from lockstep.selection import ranks_of
 
     world = job.nodes * job.processes
     assigned = cfg.parse_assignments([one for one in given.get("set_") or [] if "%a" not in one])
-    told = opt.given(**{key: given.get(key) for key in ("layout", "steps", "restarts", "on_oom", "max_time")})
+    keys = ("layout", "steps", "restarts", "on_oom", "max_time", "profile", "profile_ranks")
+    told = opt.given(**{key: given.get(key) for key in keys})
     if kind == "run":
         if not Path(given["script"]).is_file():
             raise UserError(f"there is no script {given['script']}", "check the path; options stand before it")
@@ -187,6 +189,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
             cfg.Layer("--set", assigned),
         ]
         config = cfg.resolve(layers).config
+    ranks_of(config.profile_ranks, world)
     if config.layout != AUTO:
         Layout.parse(config.layout).resolve(world)
 

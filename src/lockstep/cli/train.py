@@ -34,6 +34,8 @@ def train_command(
     on_oom: opt.OnOom = None,
     max_time: opt.MaxTime = None,
     steps: opt.Steps = None,
+    profile: opt.Profile = None,
+    profile_ranks: opt.ProfileRanks = None,
     set_: opt.Set = None,
     name: opt.Name = None,
     run_dir: opt.RunDir = None,
@@ -54,10 +56,12 @@ def train_command(
     from lockstep.folder import check_same_training, choose_folder
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
+    from lockstep.selection import ranks_of
 
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
     told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)
+    told |= opt.given(profile=profile, profile_ranks=profile_ranks)
     resolved = cfg.resolve(
         [
             *opt.named_layer(what),
@@ -74,6 +78,7 @@ def train_command(
     where = find_nodes(nodes, node_rank, head, resume)
     asked = resolved.config.layout
     resolved = cfg.for_world(resolved, count * where.most)
+    ranks_of(resolved.config.profile_ranks, count * where.most)
     if not where.is_alone and "auto" in asked:  # settled at every start, for the nodes that are there
         resolved = resolved.with_value("layout", asked, resolved.origin.get("layout", "default"))
     run_name = resolved.config.name or resolved.config.recipe
@@ -131,6 +136,7 @@ def check_with_torch(resolved: Resolved, device: str) -> int:
     from lockstep.parallel.compile import check_compilable, check_compile
     from lockstep.precision import DTYPES, check_can_compute, refuse_untrainable
     from lockstep.recipes.task import task_of
+    from lockstep.selection import check_in_reach
 
     config = resolved.config
     check_can_compute(config.precision, config.numerics, device)
@@ -140,6 +146,9 @@ def check_with_torch(resolved: Resolved, device: str) -> int:
     for dataset, what in ((task.validation, "validation"), (task.test, "test")):
         if dataset is not None:
             dataset_size(dataset, what)
+    if config.epochs is not None and config.global_batch is not None:
+        per_epoch = -(-dataset_size(task.train, "training") // config.global_batch)
+        check_in_reach(config.profile, config.epochs * per_epoch)
     make_optimizer = optimizer_factory(config.optimizer)
     with torch.device("meta"):
         model = task.build_model().to(DTYPES[config.numerics.storage_dtype])

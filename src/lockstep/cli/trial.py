@@ -60,7 +60,8 @@ def launch_in(
     assert config.nproc is not None
     run = RunFolder(folder, 1)
     create_folder(run, config)
-    options = {key: value for key, value in given.items() if key in LaunchConfig.model_fields and key != "steps"}
+    wanted = LaunchConfig.model_fields.keys() - {"steps", "profile", "profile_ranks"}
+    options = {key: value for key, value in given.items() if key in wanted}
     console = Console(terminal or Terminal(file=io.StringIO()))
     try:
         return launch(worker, config.nproc, run, console, options=options, resume="never", **more)

@@ -199,8 +199,8 @@ class StepClock:
             self._left_engine = self._now()
         self._began = time.perf_counter()
 
-    def step_done(self, samples: int) -> float:
-        """A step ends here, and the next one begins; returns how long it took."""
+    def step_done(self, samples: int, *, counts: bool = True) -> float:
+        """A step ends here, and the next one begins; returns how long it took. `take` tells of those that count."""
         now = time.perf_counter()
         seconds = now - self._began
         self._steps_ever += 1
@@ -208,6 +208,9 @@ class StepClock:
             self._clear()
             self._give_back(self._passed)
             self._passed.clear()
+        if not counts:
+            self.start()
+            return seconds
         self.steps += 1
         self._samples += samples
         self._seconds += seconds
