@@ -191,6 +191,9 @@ class LaunchConfig(Section):
         None, description='save and stop before this is over, as in "2h", "90m" or "1-12:00:00"; exit code 75'
     )
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
+    log_to: list[Literal["wandb", "mlflow"]] = Field(
+        [], description="also tell W&B or MLflow of the run: wandb, mlflow (docs/console.md)"
+    )
     pipeline: PipelineConfig = PipelineConfig()
     tensor: TensorConfig = TensorConfig()
 

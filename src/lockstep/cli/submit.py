@@ -170,6 +170,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
     from lockstep import config as cfg
     from lockstep.layout import AUTO, Layout
+    from lockstep.sinks.trackers import check_installed
 
     world = job.nodes * job.processes
     assigned = cfg.parse_assignments([one for one in given.get("set_") or [] if "%a" not in one])
@@ -187,6 +188,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
             cfg.Layer("--set", assigned),
         ]
         config = cfg.resolve(layers).config
+    check_installed(config.log_to)
     if config.layout != AUTO:
         Layout.parse(config.layout).resolve(world)
 

@@ -61,6 +61,7 @@ def launch_in(
     run = RunFolder(folder, 1)
     create_folder(run, config)
     options = {key: value for key, value in given.items() if key in LaunchConfig.model_fields and key != "steps"}
+    options["log_to"] = []  # nobody wants to keep a trial
     console = Console(terminal or Terminal(file=io.StringIO()))
     try:
         return launch(worker, config.nproc, run, console, options=options, resume="never", **more)
