@@ -82,6 +82,7 @@ def step(number: int, **changes: Any) -> Event:
         "lr": 3e-4,
         "weight": 2048.0,
         "items": 2048,
+        "padding": 0,
         "seconds": 0.05,
         "skipped": False,
         "loss_scale": 1.0,

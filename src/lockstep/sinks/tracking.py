@@ -90,6 +90,7 @@ def _connect(name: str, folder: Path, sent: Sent) -> Service:
         from lockstep.sinks.weights_and_biases import WeightsAndBiases
 
         return WeightsAndBiases(folder, sent)
+    assert name == "mlflow", name
     from lockstep.sinks.mlflow_store import MlflowStore
 
     return MlflowStore(folder, sent)
