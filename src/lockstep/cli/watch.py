@@ -1,0 +1,163 @@
+"""`lockstep watch`: a run in a terminal, also one that another host writes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from rich.text import Text
+
+    from lockstep.page.panels import Advice
+    from lockstep.sinks.watched import Watched
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_OF_READING = 0.2
+"""A long log is read piece by piece, and shown between them."""
+SECONDS_BETWEEN_ADVICE = 10.0
+
+
+def watch_command(
+    run: Annotated[Path, typer.Argument(help="A run folder; it may still wait to start.")],
+    once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
+) -> int:
+    """Show a run while it goes on, from its events alone. Ctrl-C ends the showing, not the run."""
+    from rich.console import Console as Terminal
+
+    from lockstep.sinks.watched import Watched
+
+    folder = opt.find_run(run)
+    terminal = Terminal(highlight=False)
+    watched = Watched()
+    try:
+        if once:
+            for _ in _read(folder, watched):
+                pass
+            _print(folder, watched, terminal)
+        elif terminal.is_interactive:
+            _live(folder, watched, terminal)
+        else:
+            _lines(folder, watched, terminal)
+    except KeyboardInterrupt:
+        terminal.print("not shown any more; the run goes on as it was", style="dim")
+        return 0
+    return 1 if watched.state == "failed" else 0
+
+
+def _read(folder: Path, watched: Watched, offset: int = 0) -> Iterator[int]:
+    """Take in what is new behind an offset; gives the offset behind each line."""
+    from lockstep.events import events_from
+    from lockstep.folder import EVENTS
+
+    for offset, event in events_from(folder / EVENTS, offset):
+        watched.take(event)
+        yield offset
+
+
+def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """The whole screen, until the run is over; its last state stays on the terminal."""
+    from rich.console import Group
+    from rich.live import Live
+
+    adviser = _Adviser(folder)
+    offset = 0
+    with Live(console=terminal, screen=True, auto_refresh=False) as live:
+        while True:
+            offset, has_more = _some(folder, watched, offset)
+            live.update(Group(*_view(folder, watched, terminal, adviser.advice, low=True)), refresh=True)
+            if not has_more and watched.is_over(time.time()):
+                break
+            time.sleep(0.01 if has_more else SECONDS_BETWEEN_LOOKS)
+    _print(folder, watched, terminal)
+
+
+def _some(folder: Path, watched: Watched, offset: int) -> tuple[int, bool]:
+    """Read on for a moment: the offset after it, and whether there is more."""
+    end = time.monotonic() + SECONDS_OF_READING
+    for offset in _read(folder, watched, offset):
+        if time.monotonic() > end:
+            return offset, True
+    return offset, False
+
+
+def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """Lines as `train` writes them into a pipe, until the run is over."""
+    from lockstep.events import events_from
+    from lockstep.folder import EVENTS
+    from lockstep.sinks.closing import show_closing
+    from lockstep.sinks.console import Console
+
+    console = Console(terminal)
+    offset, was_silent = 0, False
+    while True:
+        for offset, event in events_from(folder / EVENTS, offset):
+            watched.take(event)
+            if event is not None and event["kind"] == "failure":  # the console leaves it to the launcher
+                again = "; it is started again" if event.get("restarted") else ""
+                event = {"kind": "message", "level": "warning", "text": f"{event.get('text')}{again}"}
+            try:
+                console.handle(event or {"kind": "unreadable"})
+            except (KeyError, TypeError, ValueError):
+                continue  # of another version
+        if watched.is_over(time.time()):
+            break
+        silence = watched.silence(time.time())
+        if silence and not was_silent:
+            console.print_line(silence)
+        was_silent = bool(silence)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    show_closing(folder, terminal)
+
+
+def _print(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """The state as it is, for good; and what it has come to where it is over."""
+    from lockstep.sinks.closing import show_closing
+
+    terminal.print(*_view(folder, watched, terminal, _advice(folder), low=False), sep="\n")
+    if watched.is_over(time.time()):
+        terminal.print()
+        show_closing(folder, terminal)
+
+
+def _view(folder: Path, watched: Watched, terminal: Terminal, advice: list[Advice], low: bool) -> list[Text]:
+    from lockstep.sinks.watch_view import Screen, view
+
+    width, height = terminal.size
+    screen = Screen(width, height if low else None, terminal.encoding.startswith("utf"))
+    return view(str(folder), watched, time.time(), screen, advice)
+
+
+def _advice(folder: Path) -> list[Advice]:
+    """What to change, where there is something to say."""
+    from lockstep.errors import UserError
+
+    try:
+        from lockstep.page.advice import advise
+        from lockstep.page.reading import RunReader
+
+        reader = RunReader(folder)
+        reader.read()
+        return advise(reader.summary(time.time()))
+    except UserError:  # it has not started
+        return []
+
+
+class _Adviser:
+    """Looks the run over now and then, beside the view: that takes longer than a view may."""
+
+    def __init__(self, folder: Path) -> None:
+        self.advice: list[Advice] = []
+        threading.Thread(target=self._go_on, args=(folder,), daemon=True).start()
+
+    def _go_on(self, folder: Path) -> None:
+        while True:
+            self.advice = _advice(folder)
+            time.sleep(SECONDS_BETWEEN_ADVICE)
