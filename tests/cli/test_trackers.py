@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import struct
 from collections.abc import Iterator
@@ -68,15 +69,16 @@ def records_in(file: Path) -> Iterator[bytes]:
 
 
 def test_wandb_has_every_step_once_as_one_run(run: Path):
-    from wandb.proto.wandb_internal_pb2 import Record
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")  # its types are made when it is imported
 
     rows: dict[int, dict[str, Any]] = {}
-    ids, config = set(), {}
+    ids: set[str] = set()
+    config: dict[str, str] = {}
     files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     for file in files:
         for data in records_in(file):
-            record = Record.FromString(data)
+            record = messages.Record.FromString(data)
             ids |= {record.run.run_id} - {""}
             config |= {item.key: item.value_json for item in record.config.update}
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}

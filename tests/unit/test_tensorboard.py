@@ -122,9 +122,9 @@ def test_tensorboard_has_the_times_the_machine_and_the_config(tmp_path: Path):
         sink.handle(event)
     sink.close()
     accumulator = read_back(tmp_path)
-    assert points(accumulator, "Time/Input") == [(5, pytest.approx(0.05))]
-    assert points(accumulator, "MFU") == [(5, pytest.approx(0.16))]
-    assert points(accumulator, "GPU/node1/0/Memory") == [(5, pytest.approx(6e10))]
+    assert points(accumulator, "Time/Input")[0] == pytest.approx((5, 0.05))
+    assert points(accumulator, "MFU")[0] == pytest.approx((5, 0.16))
+    assert points(accumulator, "GPU/node1/0/Memory")[0] == pytest.approx((5, 6e10))
     [config] = accumulator.Tensors("Config")
     assert list(config.tensor_proto.string_val) == [b'    recipe = "lm"\n    steps = 5\n']
 

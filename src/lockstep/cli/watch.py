@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.text import Text
 
+    from lockstep.events import Event
     from lockstep.page.panels import Advice
     from lockstep.sinks.watched import Watched
 
@@ -39,8 +41,7 @@ def watch_command(
     watched = Watched()
     try:
         if once:
-            for _ in _read(folder, watched):
-                pass
+            deque(_Log(folder, watched).news(), maxlen=0)
             _print(folder, watched, terminal)
         elif terminal.is_interactive:
             _live(folder, watched, terminal)
@@ -52,14 +53,24 @@ def watch_command(
     return 1 if watched.state == "failed" else 0
 
 
-def _read(folder: Path, watched: Watched, offset: int = 0) -> Iterator[int]:
-    """Take in what is new behind an offset; gives the offset behind each line."""
-    from lockstep.events import events_from
-    from lockstep.folder import EVENTS
+class _Log:
+    """The log of a run, and how far it was read."""
 
-    for offset, event in events_from(folder / EVENTS, offset):
-        watched.take(event)
-        yield offset
+    def __init__(self, folder: Path, watched: Watched) -> None:
+        from lockstep.folder import EVENTS
+
+        self._path = folder / EVENTS
+        self._watched = watched
+        self._offset = 0
+
+    def news(self) -> Iterator[Event | None]:
+        """What was written since, taken in; None is a line that is no event."""
+        from lockstep.events import events_from
+
+        for offset, event in events_from(self._path, self._offset):
+            self._offset = offset
+            self._watched.take(event)
+            yield event
 
 
 def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
@@ -67,11 +78,10 @@ def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    adviser = _Adviser(folder)
-    offset = 0
+    adviser, log = _Adviser(folder), _Log(folder, watched)
     with Live(console=terminal, screen=True, auto_refresh=False) as live:
         while True:
-            offset, has_more = _some(folder, watched, offset)
+            has_more = _read_for_a_moment(log)
             live.update(Group(*_view(folder, watched, terminal, adviser.advice, low=True)), refresh=True)
             if not has_more and watched.is_over(time.time()):
                 break
@@ -79,27 +89,21 @@ def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
     _print(folder, watched, terminal)
 
 
-def _some(folder: Path, watched: Watched, offset: int) -> tuple[int, bool]:
-    """Read on for a moment: the offset after it, and whether there is more."""
+def _read_for_a_moment(log: _Log) -> bool:
+    """Read on, but not for long; whether there is more."""
     end = time.monotonic() + SECONDS_OF_READING
-    for offset in _read(folder, watched, offset):
-        if time.monotonic() > end:
-            return offset, True
-    return offset, False
+    return any(time.monotonic() > end for _ in log.news())
 
 
 def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
     """Lines as `train` writes them into a pipe, until the run is over."""
-    from lockstep.events import events_from
-    from lockstep.folder import EVENTS
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 
-    console = Console(terminal)
-    offset, was_silent = 0, False
+    console, log = Console(terminal), _Log(folder, watched)
+    was_silent = False
     while True:
-        for offset, event in events_from(folder / EVENTS, offset):
-            watched.take(event)
+        for event in log.news():
             if event is not None and event["kind"] == "failure":  # the console leaves it to the launcher
                 again = "; it is started again" if event.get("restarted") else ""
                 event = {"kind": "message", "level": "warning", "text": f"{event.get('text')}{again}"}
@@ -137,8 +141,6 @@ def _view(folder: Path, watched: Watched, terminal: Terminal, advice: list[Advic
 
 def _advice(folder: Path) -> list[Advice]:
     """What to change, where there is something to say."""
-    from lockstep.errors import UserError
-
     try:
         from lockstep.page.advice import advise
         from lockstep.page.reading import RunReader
@@ -146,7 +148,7 @@ def _advice(folder: Path) -> list[Advice]:
         reader = RunReader(folder)
         reader.read()
         return advise(reader.summary(time.time()))
-    except UserError:  # it has not started
+    except Exception:  # it has not started, or its log is damaged: what else there is to see is worth more
         return []
 
 

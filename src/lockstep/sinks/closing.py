@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.amounts import bytes_text, percent, seconds_text
-from lockstep.sinks.texts import clock, compact, number
+from lockstep.sinks.texts import clock, compact, number, printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from lockstep.page.summary import Compared, Summary, TimeSpent
 
 REPORT = "report.html"
+LABEL = 11
+WIDEST = 100
 LEAST_SHARE = 0.005
 """Of the time: what is less is not named."""
 
@@ -43,19 +46,21 @@ def show_closing(folder: Path, terminal: Terminal) -> None:
         summary = reader.summary(time.time())
         report = folder / REPORT
         if summary.attempts:
-            terminal.print(closing_table(summary, report if report.exists() else None))
+            table = closing_table(summary, report if report.exists() else None, min(terminal.width, WIDEST))
+            terminal.print(*table, sep="\n", soft_wrap=True)
     except Exception as error:  # the training is done and saved: whatever is wrong here, it is not that
         terminal.print(f"no summary of the run ({type(error).__name__}: {error})", soft_wrap=True, markup=False)
 
 
-def closing_table(summary: Summary, report: Path | None = None) -> Table:
+def closing_table(summary: Summary, report: Path | None, width: int) -> list[Text]:
     """A run in a few lines: how far, how well, how fast, where the time went, and what it cost."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    lines = []
     for label, text in closing_rows(summary, report):
-        table.add_row(label, Text(text))
-    return table
+        # A path stays whole, for whoever copies it.
+        wrapped = textwrap.wrap(printable(text), max(width - LABEL, 20), break_long_words=False, break_on_hyphens=False)
+        for number_of_line, line in enumerate(wrapped):
+            lines.append(Text.assemble((f"{'' if number_of_line else label:{LABEL}}", "bold"), line))
+    return lines
 
 
 def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str, str]]:
@@ -116,9 +121,8 @@ def _named(shares: dict[str, float]) -> str:
     return ", ".join(f"{name} {percent(share)}" for name, share in largest if share >= LEAST_SHARE)
 
 
-def _compared(what: str, compared: Compared | None, text: object) -> str:
+def _compared(what: str, compared: Compared | None, text: Callable[[float], str]) -> str:
     if compared is None or compared.measured is None or compared.error is None:
         return ""
-    assert callable(text)
     foretold, came = text(compared.predicted), text(compared.measured)
     return f"{what} {foretold}, measured {came} ({100 * compared.error:+.0f} %)"

@@ -17,8 +17,11 @@ from lockstep.sinks.watched import Watched
 
 MOST_RANKS = 16
 SLOWEST_SHOWN = 8
-MOST_GPUS = 8
+MOST_DEVICES = 8
+MOST_WARNINGS = 3
 CHART_HEIGHT = 10
+HIGHEST_CHART = 16
+SPARKS = "▁▂▃▄▅▆▇█"
 LEAST_CHART = 4
 AXIS_LINES = 2
 COLOURS = {
@@ -58,7 +61,7 @@ def view(name: str, run: Watched, now: float, screen: Screen, advice: Sequence[A
         _head(name, run, now, screen), _ranks(run, screen), _machine(run, screen), _tail(run, now, advice)
     )
     height = CHART_HEIGHT if screen.height is None else screen.height - parts.count - AXIS_LINES
-    chart = _chart(run, screen, min(height, CHART_HEIGHT)) if height >= LEAST_CHART else []
+    chart = _chart(run, screen, min(height, HIGHEST_CHART)) if height >= LEAST_CHART else _sparkline(run, screen)
     if screen.height is None:
         return [*parts.head, *chart, *parts.ranks, *parts.machine, *parts.tail]
     room = screen.height - len(parts.head) - len(chart)
@@ -130,12 +133,29 @@ def _chart(run: Watched, screen: Screen, height: int) -> list[Text]:
     if len(run.losses.points) < 2 or not screen.is_unicode:
         return []
     points = [(float(step), loss) for step, low, high in run.losses.points for loss in dict.fromkeys((high, low))]
-    drawn = terminal_chart([Series("loss", points)], screen.width - 1, height, x_format=_step_text, from_zero=False)
+    first, last = points[0][0], points[-1][0]
+
+    def step_text(step: float) -> str:  # the axis has a little room at its ends
+        return f"step {min(max(step, first), last):.0f}"
+
+    drawn = terminal_chart([Series("loss", points)], screen.width - 1, height, x_format=step_text, from_zero=False)
     return [Text(line, "cyan") for line in drawn.splitlines()]
 
 
-def _step_text(step: float) -> str:
-    return f"step {max(step, 0.0):.0f}"
+def _sparkline(run: Watched, screen: Screen) -> list[Text]:
+    """The loss in one line, where there is no room for a chart; each mark is the highest of its steps."""
+    points, width = run.losses.points, screen.width - len("loss  ")
+    if len(points) < 2 or not screen.is_unicode or width < 1:
+        return []
+    first, last = points[0][0], points[-1][0]
+    columns: dict[int, float] = {}
+    for step, _, high in points:
+        column = round((step - first) / (last - first) * (width - 1))
+        columns[column] = max(high, columns.get(column, high))
+    low, span = min(columns.values()), max(columns.values()) - min(columns.values()) or 1.0
+    heights = {column: round((high - low) / span * (len(SPARKS) - 1)) for column, high in columns.items()}
+    line = "".join(SPARKS[heights[column]] if column in heights else " " for column in range(width))
+    return [Text(f"loss {line}", "cyan")]
 
 
 def _ranks(run: Watched, screen: Screen) -> list[Text]:
@@ -167,7 +187,7 @@ def _ranks(run: Watched, screen: Screen) -> list[Text]:
 
 
 def _bar(width: int, shares: dict[str, float], screen: Screen) -> Text:
-    """Shares of a whole as a bar: each named by its mark, and the letter that stands for it where there is no Unicode."""
+    """Shares of a whole as a bar; each has its mark, and after it the one for terminals without Unicode."""
     drawn, until = "", 0.0
     for glyphs, share in shares.items():
         until += share
@@ -181,23 +201,29 @@ def _machine(run: Watched, screen: Screen) -> list[Text]:
     if run.machine is None:
         return []
     hosts: list[dict[str, Any]] = run.machine["hosts"]
-    gpus = [(printable(str(host["host"])), gpu) for host in hosts for gpu in host["gpus"]]
-    lines = [_gpu_line(host, gpu, len(hosts) > 1, screen) for host, gpu in gpus]
-    if len(gpus) > MOST_GPUS:
-        known = [(gpu["busy"], host, gpu) for host, gpu in gpus if gpu["busy"] is not None]
-        if not known:
-            return []
-        least, host, gpu = min(known, key=lambda one: one[0])
-        mean = sum(busy for busy, _, _ in known) / len(known)
-        text = f"{len(gpus)} GPUs {percent(mean)} busy, the least {percent(least)} (GPU {gpu['index']} of {host})"
-        lines = [Text(text)]
-    if len(hosts) <= MOST_GPUS:
-        lines += [_host_line(host) for host in hosts]
-    return lines
+    gpus = [(gpu, f"GPU {gpu['index']} of {host['host']}") for host in hosts for gpu in host["gpus"]]
+    lines = [_gpu_line(name if len(hosts) > 1 else f"GPU {gpu['index']}", gpu, screen) for gpu, name in gpus]
+    if len(gpus) > MOST_DEVICES:
+        lines = _together("GPUs", {name: gpu["busy"] for gpu, name in gpus})
+    if len(hosts) > MOST_DEVICES:
+        return lines + _together("hosts' CPUs", {host["host"]: host["cpu"] for host in hosts})
+    return lines + [_host_line(host) for host in hosts]
 
 
-def _gpu_line(host: str, gpu: dict[str, Any], several: bool, screen: Screen) -> Text:
-    parts = [f"GPU {gpu['index']}" + (f" of {host}" if several else "")]
+def _together(what: str, busy: dict[str, float | None]) -> list[Text]:
+    known = {name: share for name, share in busy.items() if share is not None}
+    if not known:
+        return []
+    least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    mean = sum(known.values()) / len(known)
+    text = f"{len(busy)} {what} {percent(mean)} busy"
+    if known[least] < known[most]:
+        text += f": from {percent(known[least])} ({least}) to {percent(known[most])} ({most})"
+    return [Text(printable(text))]
+
+
+def _gpu_line(name: str, gpu: dict[str, Any], screen: Screen) -> Text:
+    parts = [printable(name)]
     if gpu["busy"] is not None:
         bar = _bar(10, {"█#": gpu["busy"], "░.": 1 - gpu["busy"]}, screen)
         parts.append(f"{bar} {percent(gpu['busy']):>5}")
@@ -227,8 +253,9 @@ def _tail(run: Watched, now: float, advice: Sequence[Advice]) -> list[Text]:
         saved = run.checkpoint
         size = f"{bytes_text(saved['bytes'])} in {seconds_text(saved['seconds'])}"
         lines.append(Text(f"last checkpoint: step {saved['step']}, {size}, {clock(max(0.0, now - saved['time']))} ago"))
-    for event in list(run.warnings)[-3:]:
-        lines.append(Text(f"warning: {printable(str(event['text'])).replace(chr(10), ' ')}", "yellow"))
+    told = [str(event["text"]) for event in run.warnings if event["text"] != run.why]
+    texts = [printable(text).replace("\n", " ") for text in told[-MOST_WARNINGS:]]
+    lines += [Text(f"warning: {text}", "yellow") for text in texts]
     lines += [Text(f"to change: {one.text} ({one.evidence})", "green") for one in advice]
     if run.unreadable:
         one = run.unreadable == 1

@@ -139,14 +139,15 @@ class Watched:
                 self.ranks = event
             case "machine":
                 self.machine = event
-            case "alarm" | "straggler":
+            case "alarm":
                 self.warnings.append(event)
-            case "message" if event["level"] == "warning":
+            case "message" if event["level"] == "warning":  # stragglers too are said as one
                 self.warnings.append(event)
             case "failure":
                 self.state = "restarting" if event["restarted"] else "failed"
                 self.why = str(event["text"])
-                self.warnings.append(event)
+                if event["restarted"]:
+                    self.warnings.append(event)
             case "stop":
                 self.state, self.why = "failed" if event["reason"] == "failed" else "stopped", str(event["text"])
             case "end":
