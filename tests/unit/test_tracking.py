@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,8 @@ def test_a_package_that_is_not_there_is_named_with_the_command_that_installs_it(
 ):
     (tmp_path / "wandb").mkdir()  # what W&B leaves behind is no package
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
     for name in ("wandb", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
         with pytest.raises(UserError, match=rf"{name}, which is not installed: pip install lockstep-train\[{name}\]"):
             check_installed([name])
     check_installed([])

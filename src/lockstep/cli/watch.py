@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from lockstep.events import Event
     from lockstep.page.panels import Advice
+    from lockstep.page.reading import RunReader
+    from lockstep.page.summary import Summary
     from lockstep.sinks.watched import Watched
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -79,6 +81,7 @@ def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
     from rich.live import Live
 
     adviser, log = _Adviser(folder), _Log(folder, watched)
+    threading.Thread(target=adviser.look_now_and_then, daemon=True).start()
     with Live(console=terminal, screen=True, auto_refresh=False) as live:
         while True:
             has_more = _read_for_a_moment(log)
@@ -123,12 +126,13 @@ def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
 
 def _print(folder: Path, watched: Watched, terminal: Terminal) -> None:
     """The state as it is, for good; and what it has come to where it is over."""
-    from lockstep.sinks.closing import show_closing
+    from lockstep.sinks.closing import print_closing
 
-    terminal.print(*_view(folder, watched, terminal, _advice(folder), low=False), sep="\n")
-    if watched.is_over(time.time()):
-        terminal.print()
-        show_closing(folder, terminal)
+    adviser = _Adviser(folder)
+    adviser.look()
+    terminal.print(*_view(folder, watched, terminal, adviser.advice, low=False), sep="\n")
+    if adviser.summary is not None and watched.is_over(time.time()):
+        print_closing(adviser.summary, folder, terminal)
 
 
 def _view(folder: Path, watched: Watched, terminal: Terminal, advice: list[Advice], low: bool) -> list[Text]:
@@ -139,27 +143,30 @@ def _view(folder: Path, watched: Watched, terminal: Terminal, advice: list[Advic
     return view(str(folder), watched, time.time(), screen, advice)
 
 
-def _advice(folder: Path) -> list[Advice]:
-    """What to change, where there is something to say."""
-    try:
+class _Adviser:
+    """Looks a run over and says what to change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader: RunReader | None = None
+        self.summary: Summary | None = None
+        self.advice: list[Advice] = []
+
+    def look(self) -> None:
+        """Take in what is new."""
         from lockstep.page.advice import advise
         from lockstep.page.reading import RunReader
 
-        reader = RunReader(folder)
-        reader.read()
-        return advise(reader.summary(time.time()))
-    except Exception:  # it has not started, or its log is damaged: what else there is to see is worth more
-        return []
+        try:
+            self._reader = self._reader or RunReader(self._folder)
+            self._reader.read()
+            self.summary = self._reader.summary(time.time())
+            self.advice = advise(self.summary)
+        except Exception:  # it has not started, or its log is damaged: what else there is to see is worth more
+            self.advice = []
 
-
-class _Adviser:
-    """Looks the run over now and then, beside the view: that takes longer than a view may."""
-
-    def __init__(self, folder: Path) -> None:
-        self.advice: list[Advice] = []
-        threading.Thread(target=self._go_on, args=(folder,), daemon=True).start()
-
-    def _go_on(self, folder: Path) -> None:
+    def look_now_and_then(self) -> None:
+        """In a thread, beside the view: it takes longer than a view may."""
         while True:
-            self.advice = _advice(folder)
+            self.look()
             time.sleep(SECONDS_BETWEEN_ADVICE)

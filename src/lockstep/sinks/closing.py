@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.charts import plain
 from lockstep.sinks.texts import clock, compact, number, printable
 
 if TYPE_CHECKING:
@@ -38,29 +39,40 @@ LOST = {
 
 def show_closing(folder: Path, terminal: Terminal) -> None:
     """Print the table of a run, from its events; one that never began has none."""
-    try:
-        from lockstep.page.reading import RunReader
+    from lockstep.page.reading import RunReader
 
+    try:
         reader = RunReader(folder)
         reader.read()
-        summary = reader.summary(time.time())
-        report = folder / REPORT
-        if summary.attempts:
-            table = closing_table(summary, report if report.exists() else None, min(terminal.width, WIDEST))
-            terminal.print(*table, sep="\n", soft_wrap=True)
+        print_closing(reader.summary(time.time()), folder, terminal)
     except Exception as error:  # the training is done and saved: whatever is wrong here, it is not that
         terminal.print(f"no summary of the run ({type(error).__name__}: {error})", soft_wrap=True, markup=False)
+
+
+def print_closing(summary: Summary, folder: Path, terminal: Terminal) -> None:
+    """Print the table under what is there."""
+    report = folder / REPORT
+    if summary.attempts:
+        table = closing_table(summary, report if report.exists() else None, min(terminal.width, WIDEST))
+        terminal.print("", *table, sep="\n", soft_wrap=True)
 
 
 def closing_table(summary: Summary, report: Path | None, width: int) -> list[Text]:
     """A run in a few lines: how far, how well, how fast, where the time went, and what it cost."""
     lines = []
     for label, text in closing_rows(summary, report):
-        # A path stays whole, for whoever copies it.
-        wrapped = textwrap.wrap(printable(text), max(width - LABEL, 20), break_long_words=False, break_on_hyphens=False)
-        for number_of_line, line in enumerate(wrapped):
-            lines.append(Text.assemble((f"{'' if number_of_line else label:{LABEL}}", "bold"), line))
+        lines += [
+            Text.assemble((f"{label if is_first else '':{LABEL}}", "bold"), line)
+            for is_first, line in _wrapped(printable(text), max(width - LABEL, 20))
+        ]
     return lines
+
+
+def _wrapped(text: str, width: int) -> Iterator[tuple[bool, str]]:
+    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does 5 %."""
+    joined = text.replace(" %", "\xa0%")
+    for place, line in enumerate(textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)):
+        yield place == 0, line.replace("\xa0", " ")
 
 
 def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str, str]]:
@@ -70,8 +82,8 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
     if summary.memory:
         rows.append(("memory", f"{bytes_text(summary.memory)} on the fullest rank"))
     devices = "CPU-process-hours" if summary.device == "cpu" else "GPU-hours"
-    energy = f", {summary.kwh:.2g} kWh" if summary.kwh is not None else ""
-    rows.append(("cost", f"{summary.device_hours:.2g} {devices}{energy}"))
+    energy = f", {plain(summary.kwh)} kWh" if summary.kwh is not None else ""
+    rows.append(("cost", f"{plain(summary.device_hours)} {devices}{energy}"))
     compared = [_compared("a step", summary.predicted_step, seconds_text)]
     compared.append(_compared("memory", summary.predicted_memory, bytes_text))
     rows.append(("predicted", "; ".join(text for text in compared if text)))

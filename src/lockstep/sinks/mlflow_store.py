@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
-from mlflow.exceptions import MlflowException
+from typing import TYPE_CHECKING, Any
 
 from lockstep.sinks.tracking import Ending, Sent
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
 
 METRICS_AT_ONCE = 1000
 PARAMS_AT_ONCE = 100
@@ -26,6 +25,8 @@ class MlflowStore:
     """One run of MLflow, in the experiment `MLFLOW_EXPERIMENT_NAME`, else `lockstep`."""
 
     def __init__(self, folder: Path, sent: Sent) -> None:
+        from mlflow import MlflowClient
+
         local = folder.absolute() / "mlflow"
         given = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(tracking_uri=given or f"sqlite:///{local / 'mlflow.db'}")
@@ -36,6 +37,8 @@ class MlflowStore:
 
     def describe(self, config: Mapping[str, Any]) -> None:
         """Settings as parameters of the run. MLflow lets none change: those of the first start stay."""
+        from mlflow.entities import Param
+
         known = self._client.get_run(self._id).data.params
         named = [(_name(key), str(value)[:LONGEST_VALUE]) for key, value in config.items()]
         params = [Param(key, value) for key, value in named if key not in known]
@@ -44,6 +47,8 @@ class MlflowStore:
 
     def log(self, numbers: Mapping[str, float], step: int, time: float) -> None:
         """Numbers of a step; they are sent with the next flush."""
+        from mlflow.entities import Metric
+
         self._metrics += [Metric(_name(name), float(value), int(1000 * time), step) for name, value in numbers.items()]
 
     def flush(self) -> None:
@@ -58,6 +63,8 @@ class MlflowStore:
 
     def _goes_on(self, run: str) -> bool:
         """Whether the run is there already, in this store; it is then said to run again."""
+        from mlflow.exceptions import MlflowException
+
         if not run:
             return False
         try:

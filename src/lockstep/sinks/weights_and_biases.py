@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import wandb
-
 from lockstep.sinks.tracking import Ending, Sent
 
 SECONDS_TO_CONNECT = 30.0
@@ -20,6 +18,8 @@ class WeightsAndBiases:
     """One run of W&B: online, or where that is not possible in files of the run folder, for `wandb sync`."""
 
     def __init__(self, folder: Path, sent: Sent) -> None:
+        import wandb
+
         sent.run = sent.run or uuid4().hex[:8]
         try:
             self._run = _begin(folder, sent.run, None)
@@ -46,6 +46,8 @@ class WeightsAndBiases:
 
 
 def _begin(folder: Path, run_id: str, mode: Any) -> Any:
+    import wandb
+
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "lockstep"),
         id=run_id,
