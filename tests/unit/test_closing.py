@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console as Terminal
 
 from lockstep.page.summary import AttemptSummary, Compared, Summary, TimeSpent
@@ -105,7 +106,16 @@ def test_it_is_made_from_the_events_of_all_attempts(tmp_path: Path):
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_whatever_is_wrong_with_the_events_it_does_not_fail_a_run(tmp_path: Path):
-    assert shown(tmp_path).startswith("no summary of the run (UserError")
+def test_a_run_that_never_began_has_no_table(tmp_path: Path):
+    assert shown(tmp_path) == ""
     (tmp_path / "events.jsonl").write_text("nothing of this is an event\n")
-    shown(tmp_path)
+    assert shown(tmp_path) == ""
+
+
+def test_whatever_is_wrong_here_does_not_fail_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr("lockstep.sinks.closing.closing_rows", broken)
+    folder = write_run(tmp_path, Made(steps=5))
+    assert shown(folder) == "no summary of the run (ZeroDivisionError: of all things)\n"

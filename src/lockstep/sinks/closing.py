@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lockstep.amounts import bytes_text, percent, seconds_text
 from lockstep.charts import plain
+from lockstep.folder import EVENTS
 from lockstep.sinks.texts import clock, compact, number, printable
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def show_closing(folder: Path, terminal: Terminal) -> None:
     """Print the table of a run, from its events; one that never began has none."""
     from lockstep.page.reading import RunReader
 
+    if not (folder / EVENTS).exists():
+        return
     try:
         reader = RunReader(folder)
         reader.read()

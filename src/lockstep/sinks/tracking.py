@@ -10,8 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import select
+import signal
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +25,8 @@ from lockstep.folder import EVENTS
 from lockstep.sinks.numbers import Numbers
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_TRIES = 60.0
+SECONDS_TO_SEND_THE_REST = 600.0
 EVENTS_AT_ONCE = 1000
 
 
@@ -59,8 +63,26 @@ class Service(Protocol):
 def main() -> None:
     """Follow a run until standard input ends, which is when rank 0 closes it or dies."""
     name, folder = sys.argv[1], Path(sys.argv[2])
+    assert name in ("wandb", "mlflow"), name
+    is_last_try = False
     with _alone(folder / name):
-        follow(name, folder, lambda: bool(select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)[0]))
+        while True:
+            try:
+                return follow(name, folder, lambda: _input_ended(SECONDS_BETWEEN_LOOKS))
+            except Exception:
+                if is_last_try:
+                    raise
+                traceback.print_exc()
+            # The network may come back; what was sent is kept.
+            is_last_try = _input_ended(SECONDS_BETWEEN_TRIES)
+
+
+def _input_ended(seconds: float) -> bool:
+    """Wait so long for the end of standard input. After it there is some time left, and no more."""
+    ended = bool(select.select([sys.stdin], [], [], seconds)[0])
+    if ended and not signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_SEND_THE_REST)
+    return ended
 
 
 def follow(name: str, folder: Path, is_over: Callable[[], bool]) -> None:
@@ -90,7 +112,6 @@ def _connect(name: str, folder: Path, sent: Sent) -> Service:
         from lockstep.sinks.weights_and_biases import WeightsAndBiases
 
         return WeightsAndBiases(folder, sent)
-    assert name == "mlflow", name
     from lockstep.sinks.mlflow_store import MlflowStore
 
     return MlflowStore(folder, sent)

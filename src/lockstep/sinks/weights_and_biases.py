@@ -25,6 +25,7 @@ class WeightsAndBiases:
             self._run = _begin(folder, sent.run, None)
         except wandb.errors.Error as error:
             print(f"W&B is not reached ({error}): its files are in {folder / 'wandb'}, for wandb sync", file=sys.stderr)
+            wandb.teardown()  # the try before holds the id
             self._run = _begin(folder, sent.run, "offline")
         self._step = self._run.step
 
