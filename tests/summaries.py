@@ -84,7 +84,7 @@ def healthy(**changes: Any) -> Summary:
         mfu=0.4,
         device_hours=4 * 440 / 3600,
         kwh=0.3,
-        kwh_reason="GPUs alone",
+        kwh_reason="without node2",
         memory=80 * GB,
         predicted_step=Compared(0.44, 0.4, 0.1),
         predicted_memory=Compared(78.0 * GB, 80.0 * GB, -0.025),

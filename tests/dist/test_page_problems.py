@@ -19,7 +19,7 @@ from tests.dist.test_stragglers import SlowBackward, SlowTexts
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
 
-LATE = 0.2
+LATE = 0.15
 STEPS = 12
 
 
@@ -102,6 +102,7 @@ def train_with_too_many_threads(job: Job, threads: int) -> list[Advice]:
     return advice_on(run.folder.path) if job.rank == 0 else []
 
 
+@pytest.mark.slow
 def test_oversubscribed_cpus_are_told_with_the_arithmetic(ranks: RankPool) -> None:
     cores = len(os.sched_getaffinity(0))
     said = ranks.run(train_with_too_many_threads, 2, 2 * cores)[0]
@@ -124,6 +125,7 @@ for batch in run.loader([torch.ones(6)] * 40, global_batch=4, micro_batch=2, ste
 """
 
 
+@pytest.mark.slow
 def test_a_restart_loop_through_the_launcher_is_told_first(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     done = lockstep(tmp_path, "run", "--nproc", "1", "--restarts", "2", "--device", "cpu", "loop.py")

@@ -178,6 +178,12 @@ def test_the_axis_that_talks_decides_what_to_try(layout: str, nodes: int, fix: s
     assert fix in first(healthy(ranks=all_ranks(wait=0.18), layout=layout, nodes=nodes)).text
 
 
+def test_on_the_cpus_of_one_node_there_is_no_network_to_spare() -> None:
+    cpus = healthy(ranks=all_ranks(wait=0.18), device="cpu", gpus=[])
+    assert "fewer ranks than 4, with more threads each" in first(cpus).text
+    assert "send half with numerics.reduce_dtype" in first(replace(cpus, nodes=2)).text
+
+
 def test_code_between_steps_on_all_ranks() -> None:
     advice = first(healthy(ranks=all_ranks(between=0.108)))
     assert advice.text.startswith("The script's own code between two steps takes long: do it less often")

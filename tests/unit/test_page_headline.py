@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from lockstep.amounts import count_text, duration_text
+from lockstep.page.advice import advise
+from lockstep.page.comparison import compare_runs
 from lockstep.page.headline import UNKNOWN, headline, seconds_left
 from lockstep.page.panels import Fact
 from lockstep.page.summary import Compared, Summary, TimeSpent
@@ -116,11 +118,12 @@ def test_mfu_says_what_it_is_and_of_which_peak() -> None:
 def test_time_cost_and_energy() -> None:
     assert fact("Wall time").value == "7 min 20 s"
     assert "of which 1 h between attempts" in fact("Wall time", spent=replace(SPENT, stopped=3600)).note
-    assert fact("GPU-hours").value == "0.4889", "4 x 440 s"
+    assert fact("GPU-hours").value == "0.489", "4 x 440 s"
     assert fact("CPU process-hours", device="cpu", device_hours=2.5).value == "2.5"
     unused = fact("GPU-hours", gpus=[*healthy().gpus, a_gpu(4, ranks=())])
     assert "1 GPU of the nodes that no rank uses is not in it" in unused.note
-    assert (fact("Energy").value, fact("Energy").note) == ("0.3 kWh", "GPUs alone")
+    assert fact("Energy").value == "0.3 kWh"
+    assert fact("Energy").note.endswith("without the rest of the nodes and their cooling; without node2")
     assert fact("Energy", kwh=None, kwh_reason="") == Fact("Energy", UNKNOWN, "nobody measured it")
 
 
@@ -166,6 +169,25 @@ def test_a_reader_finds_every_number_at_its_place_also_in_a_run_that_has_just_be
     told = headline(begun)
     assert [one.label for one in told.facts] == labels
     assert all(one.note for one in told.facts if one.value == UNKNOWN), "a dash says why"
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Summary) if field.type not in ("str", "State")])
+@pytest.mark.parametrize("problem", ["none", "loop"])
+def test_a_log_of_which_a_part_is_gone_still_has_words(field: str, problem: str) -> None:
+    """Every number 0, every list empty, in turn."""
+    failed = [an_attempt(number, state="failed", why="x") for number in (1, 2)]
+    whole = healthy(state="failed", attempts=failed) if problem == "loop" else healthy()
+    usual = getattr(whole, field)
+    kinds: dict[type, Any] = {list: [], TimeSpent: TimeSpent(), Compared: None}
+    gone: dict[str, Any] = {field: kinds.get(type(usual), 0)}
+    broken = replace(whole, **gone)
+    assert len(headline(broken).facts) >= 12
+    assert len(advise(broken)) <= 3
+    assert len(compare_runs([broken, whole, broken])) == 1
+
+
+def test_a_log_without_a_start_says_so() -> None:
+    assert headline(healthy(world_size=0)).subtitle == "the log does not say where it ran"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def small_micro_batch(summary: Summary) -> Found | None:
     fix = 'a larger micro_batch, or compile = "blocks", keeps them busier'
     if summary.micro_batch is not None and summary.global_batch is not None and layout is not None:
         share = summary.global_batch // layout.data_size
-        times = min(share // summary.micro_batch, int(0.8 / max(filled)))
+        times = min(share // summary.micro_batch, int(0.8 / max(0.01, *filled)))
         if share <= summary.micro_batch:
             fix = 'compile = "blocks", a larger global_batch or fewer GPUs keep them busier'
         elif times > 1:

@@ -53,9 +53,10 @@ def restart_loop(summary: Summary) -> Found | None:
     )
     lost = sum(attempt.end - attempt.begin for attempt in loop[1:])
     reached = max((one.last_step for one in loop if one.last_step is not None), default=0)
+    where = f"step {reached}" if reached else "the start"
     evidence = (
-        f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {f'step {reached}' if reached else 'the start'}"
-        f", and all after the first, {duration_text(lost)}, were for nothing."
+        f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {where}, and all after the first, "
+        f"{duration_text(lost)}, were for nothing."
     )
     ended_so = loop[-1] is summary.attempts[-1] and summary.state in ("failed", "lost")
     return math.inf if ended_so else lost, Advice(text, evidence, "events")
@@ -66,7 +67,7 @@ def repeated_work(summary: Summary) -> Found | None:
     spent = summary.spent
     running = spent.whole - spent.stopped
     failures = sum(attempt.state in ("failed", "lost") for attempt in summary.attempts)
-    if not failures or spent.repeated < MOST_REPEATED * running or _loop(summary.attempts):
+    if not failures or spent.repeated <= MOST_REPEATED * running or _loop(summary.attempts):
         return None
     evidence = (
         f"{duration_text(spent.repeated)} of {duration_text(running)} ({percent(spent.repeated / running)}) were steps "
@@ -93,7 +94,7 @@ def checkpoint_stalls(summary: Summary) -> Found | None:
     """The training stands still while it saves."""
     spent = summary.spent
     training = spent.whole - spent.stopped - spent.starting
-    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints < MOST_STALLS * training:
+    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints <= MOST_STALLS * training:
         return None
     stall = spent.checkpoints / summary.checkpoints
     text = (
@@ -204,8 +205,8 @@ def _loop(attempts: list[AttemptSummary]) -> list[AttemptSummary]:
             row = [*row, attempt]
         else:
             row = [attempt]
-        at_one_place = attempt.last_step is None or attempt.last_step == row[0].last_step
-        if len(row) > max(len(longest), 1 if at_one_place else LOOP - 1):
+        is_loop = len(row) >= LOOP or (len(row) == 2 and attempt.last_step in (None, row[0].last_step))
+        if is_loop and len(row) > len(longest):
             longest = row
     return longest
 

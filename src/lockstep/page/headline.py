@@ -27,6 +27,8 @@ def headline(summary: Summary) -> Headline:
 
 def devices_text(summary: Summary) -> str:
     """What a run had, in words: "4 GPUs (NVIDIA H200) of 1 node"."""
+    if not summary.world_size:
+        return "the log does not say where it ran"
     nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
     if summary.device == "cpu":
         return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
@@ -38,8 +40,10 @@ def devices_text(summary: Summary) -> str:
 
 
 def _subtitle(summary: Summary) -> str:
-    parameters = f"{count_text(summary.parameters)} parameters"
-    return f"{devices_text(summary)}, layout {summary.layout}, {parameters}, {summary.precision}"
+    where = devices_text(summary)
+    if not summary.world_size:
+        return where
+    return f"{where}, layout {summary.layout}, {count_text(summary.parameters)} parameters, {summary.precision}"
 
 
 def _verdict(summary: Summary) -> str:
@@ -105,7 +109,7 @@ def _facts(summary: Summary) -> list[Fact]:
 
 
 def _goodput(summary: Summary) -> Fact:
-    means = "the share of the time in steps whose result was kept: no starting, repeating, saving, validating, waiting"
+    means = "the share of the time in steps whose result was kept: without starting, repeating, saving and validating"
     share = summary.spent.goodput
     if share is None:
         return Fact("Goodput", UNKNOWN, "no time has passed yet")
@@ -130,13 +134,14 @@ def _hours(summary: Summary) -> Fact:
     idle = sum(not gpu.ranks for gpu in summary.gpus)
     if idle and not is_cpu:
         note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
-    return Fact(label, _number(summary.device_hours), note)
+    return Fact(label, f"{summary.device_hours:.3g}", note)
 
 
 def _energy(summary: Summary) -> Fact:
     if summary.kwh is None:
         return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
-    return Fact("Energy", f"{_number(summary.kwh)} kWh", summary.kwh_reason)
+    note = "CPUs and GPUs, as they count it themselves; without the rest of the nodes and their cooling"
+    return Fact("Energy", f"{summary.kwh:.3g} kWh", "; ".join(filter(None, (note, summary.kwh_reason))))
 
 
 def _mfu(summary: Summary) -> Fact:
