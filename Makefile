@@ -14,11 +14,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The tools that the benchmarks compare with: about 70 MB, for `make bench` and the slow tests alone.
+# The tools that the benchmarks compare with: and W&B and MLflow: about 200 MB, for `make bench` and the slow tests alone.
 peers: $(PEERS)
 
 $(PEERS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,wandb,mlflow]'
 	@touch $@
 
 demo: $(READY)

@@ -121,11 +121,12 @@ def terminal_chart(
     height: int = 9,
     log_x: bool = False,
     x_format: Format = plain,
+    from_zero: bool = True,
 ) -> str:
     """The same for a terminal: lines of dots, `width` characters at most; with several lines each has a mark."""
     shown = [Series(line.name, _drawable(line.points, log_x)) for line in series]
     x_axis = _Axis.over([x for line in shown for x, _ in line.points], log_x)
-    y_axis = _Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=True)
+    y_axis = _Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=from_zero)
     margin = max(len(plain(value)) for value in (y_axis.low, y_axis.high)) + 1
     columns = max(10, width - margin - 1)
     dots = [[0] * columns for _ in range(height)]

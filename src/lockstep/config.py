@@ -194,6 +194,9 @@ class LaunchConfig(Section):
     steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
     profile: str | None = Field(None, description='steps to profile, such as "10-12" or "10" (docs/profile.md)')
     profile_ranks: str = Field("0", description='ranks to profile, such as "0,3", or "all"')
+    log_to: list[Literal["wandb", "mlflow"]] = Field(
+        [], description="also tell W&B or MLflow of the run: wandb, mlflow (docs/console.md)"
+    )
     pipeline: PipelineConfig = PipelineConfig()
     tensor: TensorConfig = TensorConfig()
 

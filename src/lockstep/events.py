@@ -328,6 +328,23 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
         sleep(0.1)
 
 
+def events_from(path: Path, offset: int) -> Iterator[tuple[int, Event | None]]:
+    """What is in a log behind an offset, each event with the offset behind it; None for a line that is no event.
+
+    For readers that come back for more, and that rather miss a damaged line than all that follows. Where there is no
+    file yet there is nothing in it.
+    """
+    try:
+        for line in _complete_lines(path, offset):
+            offset += len(line)
+            try:
+                yield offset, _parse(line, path, 0)
+            except UserError:
+                yield offset, None
+    except FileNotFoundError:
+        return
+
+
 def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:
     # Opened anew for each look: network file systems show what other hosts wrote only from open to open.
     with path.open("rb") as file:

@@ -30,7 +30,7 @@ BEFORE_A_RUN = {"checkpoints", "logs", EVENTS, JOB_SCRIPT}
 
 FREE_TO_CHANGE = {
     *("name", "layout", "nproc", "device", "backend", "share_gpu", "timeout_minutes"),
-    *("restarts", "on_oom", "max_time", "profile", "profile_ranks"),
+    *("restarts", "on_oom", "max_time", "profile", "profile_ranks", "log_to"),
     *("steps", "epochs", "micro_batch", "validate_every", "save_every", "keep", "keep_every"),
     *("data.workers", "data.prefetch", "data.persistent"),
     *("shard.level", "shard.units", "shard.min_params"),

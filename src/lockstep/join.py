@@ -22,6 +22,7 @@ from lockstep.run import Run
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.device import backend_for, choose_device
 from lockstep.runtime.place import Place, cpus_per_rank, find_place, place_of
+from lockstep.sinks.trackers import check_installed
 
 SECONDS_FOR_THE_WATCHDOG = 30.0
 """By how much groups wait longer than the watchdog: its sentence says more than their error."""
@@ -40,6 +41,7 @@ def init(
     timeout_minutes: float | None = None,
     profile: str | None = None,
     profile_ranks: str | None = None,
+    log_to: list[Literal["wandb", "mlflow"]] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     local_rank: int | None = None,
@@ -55,7 +57,7 @@ def init(
     """
     launch: dict[str, Any] = json.loads(os.environ.get(LAUNCH, "{}"))
     given: dict[str, Any] = {"layout": layout, "seed": seed, "device": device, "backend": backend}
-    given |= {"share_gpu": share_gpu, "timeout_minutes": timeout_minutes}
+    given |= {"share_gpu": share_gpu, "timeout_minutes": timeout_minutes, "log_to": log_to}
     given |= {"profile": profile, "profile_ranks": profile_ranks}
     told = {key: value for key, value in given.items() if value is not None}
     config = launch_config(told | launch.get("options", {}))
@@ -67,6 +69,8 @@ def init(
     backend_name = backend_for(chosen.type, config.share_gpu) if auto else config.backend
     timeout = datetime.timedelta(seconds=60 * config.timeout_minutes + SECONDS_FOR_THE_WATCHDOG)
     comm = Comm(place, resolved, chosen, backend_name, timeout, store)
+    if config.log_to:
+        comm.once("look for what log_to names", lambda: check_installed(config.log_to))
 
     locks: list[IO[str]] = []
 

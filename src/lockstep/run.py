@@ -156,7 +156,7 @@ class Run:
         self._stops = StopConditions(
             folder.path, launch.get("began", time.time()), parse_duration(config.max_time) if config.max_time else None
         )
-        self._undo_output, readers = show_run(folder, self.rank, bool(launch), self.message)
+        self._undo_output, readers = show_run(folder, self.rank, bool(launch), config.log_to, self.message)
         self._undo_hook = on_uncaught(partial(save_in_emergency, self))
         self._clock = StepClock(device, self.world_size)
         self._stragglers = StragglerWatch(layout)

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from lockstep.events import EventLog, read_events
 from lockstep.sinks.tensorboard import TensorBoard
+from tests.runs import Made, run_events
 
 START: dict[str, Any] = {
     "run": "lm",
@@ -49,6 +50,7 @@ def emit_step(log: EventLog, step: int, loss: float, seconds: float = 0.5) -> No
         lr=0.25,
         weight=2048.0,
         items=2048,
+        padding=0,
         seconds=seconds,
         skipped=False,
         loss_scale=1.0,
@@ -112,6 +114,19 @@ def test_tensorboard_reads_every_tag_with_its_steps_and_values(tmp_path: Path):
     times = [event["time"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "step"]
     assert [point.wall_time for point in accumulator.Scalars("Loss/Train")] == times
     assert said == []
+
+
+def test_tensorboard_has_the_times_the_machine_and_the_config(tmp_path: Path):
+    sink = TensorBoard(tmp_path / "tb", lambda text: pytest.fail(text))
+    for event in run_events(Made(steps=5, ranks=2, gpus=1)):
+        sink.handle(event)
+    sink.close()
+    accumulator = read_back(tmp_path)
+    assert points(accumulator, "Time/Input")[0] == pytest.approx((5, 0.05))
+    assert points(accumulator, "MFU")[0] == pytest.approx((5, 0.16))
+    assert points(accumulator, "GPU/node1/0/Memory")[0] == pytest.approx((5, 6e10))
+    [config] = accumulator.Tensors("Config")
+    assert list(config.tensor_proto.string_val) == [b'    recipe = "lm"\n    steps = 5\n']
 
 
 def test_tensorboard_sees_a_step_at_once(tmp_path: Path):

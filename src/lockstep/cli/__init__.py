@@ -20,6 +20,7 @@ from lockstep.cli.run import run_command
 from lockstep.cli.submit import submit_command
 from lockstep.cli.train import train_command
 from lockstep.cli.verify import verify_command
+from lockstep.cli.watch import watch_command
 from lockstep.errors import UserError
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command("submit", context_settings={"allow_interspersed_args": False, "ignor
     submit_command
 )
 app.command("jobs")(jobs_command)
+app.command("watch")(watch_command)
 app.command("verify")(verify_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)

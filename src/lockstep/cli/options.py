@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.errors import UserError, reason
+from lockstep.errors import UserError, nearest, reason
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -58,6 +58,24 @@ def named_layer(what: str | None) -> list[Layer]:
     if what.endswith(".toml"):
         return [Layer(what, {"name": Path(what).stem, **read_toml(Path(what))})]
     return [Layer("the command line", {"recipe": what})]
+
+
+def find_run(run: Path) -> Path:
+    """The folder of a run, which may have no events yet; else a sentence with the nearest one that is there."""
+    from lockstep.folder import CONFIG, EVENTS, JOB_SCRIPT
+
+    def is_run(path: Path) -> bool:
+        return any((path / name).exists() for name in (EVENTS, CONFIG, JOB_SCRIPT))
+
+    if is_run(run):
+        return run
+    if run.exists():
+        raise UserError(f"{run} is not a run folder (it has no {EVENTS})", "give a folder such as runs/lm")
+    places = dict.fromkeys((run.parent, Path("runs")))
+    known = {path.name: path for place in places if place.is_dir() for path in place.iterdir() if is_run(path)}
+    close = nearest(run.name, known)
+    some = f"there are {', '.join(map(str, sorted(known.values())[:10]))}" if known else "give a folder such as runs/lm"
+    raise UserError(f"there is no run {run}", f"did you mean {known[close]}?" if close else some)
 
 
 def parse_size(text: str) -> int:
@@ -181,6 +199,7 @@ def train_in(
     from lockstep.launch.follow import note_start
     from lockstep.launch.local import launch
     from lockstep.launch.nodes import settle_head
+    from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 
     made = create_folder(folder, config) if nodes.is_head else []
@@ -211,6 +230,8 @@ def train_in(
             console.close()
         if lock and is_held(folder.path, lock) and find_allocation():
             (folder.path / EXIT_CODE).write_text(str(outcome.code), encoding="ascii")
+    if outcome.code != 2 and nodes.speaks:
+        show_closing(folder.path, terminal)
     if outcome.code == 2 and nodes.is_head:
         take_back(folder, made)
     if outcome.text:

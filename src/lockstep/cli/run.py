@@ -44,6 +44,7 @@ def run_command(
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
     from lockstep.selection import ranks_of
+    from lockstep.sinks.trackers import check_installed
 
     if not script.is_file():
         raise UserError(f"there is no script {script}", "check the path; options of lockstep stand before it")
@@ -54,6 +55,7 @@ def run_command(
     told |= cfg.parse_assignments(set_ or [])
     origin = dict.fromkeys(["script", *(["args"] if args else []), *told], "the command line")
     config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
+    check_installed(config.log_to)
     count, chosen, unused = opt.processes(config.nproc, config.device, config.share_gpu)
     origin.setdefault("nproc", f"{chosen} processes")
     config = config.model_copy(update={"nproc": count})

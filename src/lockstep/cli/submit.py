@@ -171,6 +171,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     from lockstep import config as cfg
     from lockstep.layout import AUTO, Layout
     from lockstep.selection import ranks_of
+    from lockstep.sinks.trackers import check_installed
 
     world = job.nodes * job.processes
     assigned = cfg.parse_assignments([one for one in given.get("set_") or [] if "%a" not in one])
@@ -190,6 +191,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
         ]
         config = cfg.resolve(layers).config
     ranks_of(config.profile_ranks, world)
+    check_installed(config.log_to)
     if config.layout != AUTO:
         Layout.parse(config.layout).resolve(world)
 

@@ -57,6 +57,7 @@ def train_command(
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
     from lockstep.selection import ranks_of
+    from lockstep.sinks.trackers import check_installed
 
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
@@ -69,6 +70,7 @@ def train_command(
             cfg.Layer("--set", cfg.parse_assignments(set_ or [])),
         ]
     )
+    check_installed(resolved.config.log_to)
     count, chosen, unused = opt.processes(resolved.config.nproc, resolved.config.device, resolved.config.share_gpu)
     resolved = resolved.with_value("nproc", count, resolved.origin["nproc"] if nproc else f"{chosen} processes")
     if resolved.config.layout == AUTO:

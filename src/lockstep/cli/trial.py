@@ -62,6 +62,7 @@ def launch_in(
     create_folder(run, config)
     wanted = LaunchConfig.model_fields.keys() - {"steps", "profile", "profile_ranks"}
     options = {key: value for key, value in given.items() if key in wanted}
+    options["log_to"] = []  # nobody wants to keep a trial
     console = Console(terminal or Terminal(file=io.StringIO()))
     try:
         return launch(worker, config.nproc, run, console, options=options, resume="never", **more)

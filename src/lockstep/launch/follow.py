@@ -12,6 +12,7 @@ from lockstep.events import EventLog, follow_events, read_events
 from lockstep.folder import RunFolder
 from lockstep.launch.allocation import find_allocation
 from lockstep.launch.queue import JobState, history_of, last_job, state_of
+from lockstep.sinks.closing import show_closing
 from lockstep.sinks.console import Console, job_text
 
 SECONDS_BETWEEN_LOOKS = 2.0
@@ -37,6 +38,7 @@ def follow_job(job: str, folder: RunFolder, out: TextIO) -> int:
     finally:
         console.close()
     note_end(folder, last[-1])
+    show_closing(folder.path, terminal)
     return _verdict(last[-1], folder, out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -14,18 +14,20 @@ from lockstep.folder import RunFolder
 
 
 def show_run(
-    folder: RunFolder, rank: int, launched: bool, say: Callable[[str], None]
+    folder: RunFolder, rank: int, launched: bool, log_to: Sequence[str], say: Callable[[str], None]
 ) -> tuple[Callable[[], None], list[Reader]]:
     """Send a rank's output to its log, and rank 0's to the console where no launcher shows it.
 
     Returns how to undo that, and who reads the events.
     """
     from lockstep.sinks.tensorboard import TensorBoard
+    from lockstep.sinks.trackers import Tracker
 
     log = folder.log_here(rank)
-    tensorboard = TensorBoard(folder.path / "tb", say)
+    readers: list[Reader] = [TensorBoard(folder.path / "tb", say)]
+    readers += [Tracker(name, folder.path, say) for name in log_to]
     if launched:
-        return (lambda: None), [tensorboard]
+        return (lambda: None), readers
     if rank != 0:
         return redirect_to(log), []
     from rich.console import Console as Terminal
@@ -33,7 +35,7 @@ def show_run(
     from lockstep.sinks.console import Console
 
     console = Console(Terminal(file=sys.stdout))
-    return tee_to(log, console.print_line), [tensorboard, console]
+    return tee_to(log, console.print_line), [*readers, console]
 
 
 def redirect_to(path: Path) -> Callable[[], None]:

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.events import Event
+from lockstep.sinks.texts import clock, compact, number, printable
 
 BAR_WIDTH = 24
-SECONDS_BETWEEN_PLAIN_STEPS = 10.0
-PLAIN_STEPS_IN_A_RUN = 20
+SECONDS_BETWEEN_PLAIN_STEPS = 60.0
 
 
 class Console:
@@ -37,15 +37,15 @@ class Console:
         self._step: Event | None = None
         self._pace = Pace()
         self._logged: dict[str, float] = {}
-        self._plain_due_step = self._plain_due_time = 0.0
+        self._plain_due = 0.0
 
     def handle(self, event: Event) -> None:
         """Show one event. Kinds this version does not know are passed over."""
         match event["kind"]:
             case "start":
                 self._start, self._step, self._pace, self._logged = event, None, Pace(), {}
-                self._plain_due_step = self._plain_due_time = 0.0
-                self._line(_start_text(event), "bold")
+                self._plain_due = 0.0
+                self._line(start_text(event), "bold")
                 self._show_live()
             case "status":
                 self._show_status(event["text"])
@@ -57,19 +57,19 @@ class Console:
             case "validation":
                 self._pause(event["seconds"])
                 self._validation = event
-                parts = [f"step {event['step']}", *_score_texts(event), *["best so far"] * event["best"]]
+                parts = [f"step {event['step']}", *score_texts(event), *["best so far"] * event["best"]]
                 self._line(" | ".join(parts), "green" if event["best"] else "")
             case "test":
                 self._status = ""
                 self._line(_test_text(event), "bold green")
             case "checkpoint":
                 self._pause(event["stall"])
-                size = f"{_compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
+                size = f"{compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
                 best = " | best so far" if event["best"] else ""
                 self._line(f"step {event['step']} | saved {event['path']} ({size}){best}", "dim")
             case "baseline":
                 self._baseline = (event["name"], event["loss"])
-                self._line(f"{event['name']} baseline: loss {_number(event['loss'])}")
+                self._line(f"{event['name']} baseline: loss {number(event['loss'])}")
             case "sample":
                 self._line(f"step {event['step']} | sample:", "dim")
                 self._line(textwrap.indent(event["prompt"] + event["text"], "  "))
@@ -113,8 +113,7 @@ class Console:
 
     def _line(self, text: str, style: str = "") -> None:
         # A model's sample may well hold escape codes.
-        lines = ("".join(char if char.isprintable() else " " for char in line) for line in text.splitlines())
-        shown = Text(self._encodable("\n".join(lines)), style)
+        shown = Text(self._encodable(printable(text)), style)
         # A terminal gets lines broken between words; a file gets them whole, for grep.
         self._terminal.print(shown, soft_wrap=not self._terminal.is_interactive)
 
@@ -154,11 +153,8 @@ class Console:
         self._pace.add(event)
         self._show_live()
         total = self._total_steps()
-        due = event["step"] >= self._plain_due_step or event["time"] >= self._plain_due_time
-        if self._live is None and (due or event["step"] == total):
-            every = math.ceil(total / PLAIN_STEPS_IN_A_RUN) if total else math.inf
-            self._plain_due_step = (event["step"] // every + 1) * every
-            self._plain_due_time = event["time"] + SECONDS_BETWEEN_PLAIN_STEPS
+        if self._live is None and (event["time"] >= self._plain_due or event["step"] == total):
+            self._plain_due = event["time"] + SECONDS_BETWEEN_PLAIN_STEPS
             self._line(" | ".join([_progress_text(event, total), *self._detail_texts(event)]))
 
     def _total_steps(self) -> int | None:
@@ -166,13 +162,13 @@ class Console:
 
     def _detail_texts(self, step: Event) -> list[str]:
         """What there is to say about the latest step, the most wanted first."""
-        texts = ["skipped" if step["skipped"] else f"loss {_number(step['loss'])}"]
+        texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
         if self._pace.recent_seconds > 0:
             rate = self._pace.recent_items / self._pace.recent_seconds
-            texts.append(f"{_compact(rate)} {self._start['item'] if self._start else 'items'}/s")
+            texts.append(f"{compact(rate)} {self._start['item'] if self._start else 'items'}/s")
         total = self._total_steps()
         if total and total > step["step"]:
-            texts.append(f"{_clock(self._pace.seconds_for(total - step['step']))} left")
+            texts.append(f"{clock(self._pace.seconds_for(total - step['step']))} left")
         texts.append(f"epoch {step['epoch']:.2f}")
         # The loss stands there already, and scripts like to log it.
         texts += [f"{name} {value:.4g}" for name, value in self._logged.items() if name != "loss"]
@@ -193,7 +189,7 @@ class Console:
         room -= bar_width + 1 if bar_width else 0
         texts = [status] if status else self._detail_texts(step)
         if self._validation is not None and not status:
-            texts += _score_texts(self._validation)
+            texts += score_texts(self._validation)
         while len(texts) > 1 and len(" | ".join(texts)) > room:
             texts.pop()
         text = Text(" | ".join(texts))
@@ -225,7 +221,8 @@ class Pace:
         return steps * (self.recent_seconds / self.recent_steps + self.pause_seconds / self.steps)
 
 
-def _start_text(start: Event) -> str:
+def start_text(start: Event) -> str:
+    """What runs where, in a line."""
     count = start["world_size"]
     one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
     nodes = f" of {start['nodes']} nodes" if start["nodes"] > 1 else ""
@@ -243,16 +240,16 @@ def _start_text(start: Event) -> str:
 
 
 def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] | None) -> str:
-    done = f"done: {end['step']} steps in {_clock(end['seconds'])}, training loss {_number(end['loss'])}"
+    done = f"done: {end['step']} steps in {clock(end['seconds'])}, training loss {number(end['loss'])}"
     if validation is None:
         return done
-    parts = [f"validation loss {_number(validation['loss'])}"]
+    parts = [f"validation loss {number(validation['loss'])}"]
     if baseline is not None:
         name, loss = baseline
-        parts[0] += f", {name} baseline {_number(loss)}: {'' if validation['loss'] < loss else 'not '}below it"
+        parts[0] += f", {name} baseline {number(loss)}: {'' if validation['loss'] < loss else 'not '}below it"
     parts += _metric_texts(end["metrics"])
     if end["best_loss"] is not None and end["best_step"] != end["step"]:
-        parts.append(f"best {_number(end['best_loss'])} at step {end['best_step']}")
+        parts.append(f"best {number(end['best_loss'])} at step {end['best_step']}")
     return done + "\n" + " | ".join(parts)
 
 
@@ -261,8 +258,8 @@ def _prediction_text(event: Event) -> str:
     memory, time = event["memory_bytes"], event["step_seconds"]
     parts = [f"{1e3 * time['measured']:.3g} ms ({100 * time['error']:+.0f} %)"]
     if memory["measured"] is not None:
-        parts.insert(0, f"{_compact(memory['measured'], ' ')}B ({100 * memory['error']:+.0f} %)")
-    foretold = f"predicted {_compact(memory['predicted'], ' ')}B of tensors and {1e3 * time['predicted']:.3g} ms a step"
+        parts.insert(0, f"{compact(memory['measured'], ' ')}B ({100 * memory['error']:+.0f} %)")
+    foretold = f"predicted {compact(memory['predicted'], ' ')}B of tensors and {1e3 * time['predicted']:.3g} ms a step"
     guessed = " (as if this were some laptop: lockstep bench measures it)" if event["machine"] == "laptop-cpu" else ""
     return f"{foretold}{guessed}, measured {' and '.join(parts)}"
 
@@ -271,13 +268,13 @@ def _progress_text(step: Event, total: int | None) -> str:
     return f"step {step['step']:>{len(str(total))}}/{total}" if total else f"step {step['step']}"
 
 
-def _score_texts(event: Event) -> list[str]:
+def score_texts(event: Event) -> list[str]:
     """The loss and the metrics of a validation or test event."""
-    return [f"{event['kind']} loss {_number(event['loss'])}", *_metric_texts(event["metrics"])]
+    return [f"{event['kind']} loss {number(event['loss'])}", *_metric_texts(event["metrics"])]
 
 
 def _test_text(test: Event) -> str:
-    return " | ".join([*_score_texts(test), f"by the weights of step {test['step']}"])
+    return " | ".join([*score_texts(test), f"by the weights of step {test['step']}"])
 
 
 def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
@@ -288,34 +285,14 @@ def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
         if is_share and math.isclose(metric["value"], hits / count):
             texts.append(f"{name} {100 * metric['value']:.1f} % ({hits:.0f}/{count:.0f})")
         elif count:
-            texts.append(f"{name} {_number(metric['value'])}")
+            texts.append(f"{name} {number(metric['value'])}")
     return texts
-
-
-def _number(value: float) -> str:
-    """Four significant digits with their trailing zeros: a running number should not change its width."""
-    return f"{value:#.4g}".rstrip(".") if math.isfinite(value) else str(value)
-
-
-def _compact(value: float, space: str = "") -> str:
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.{1 if value < 10 * scale else 0}f}{space}{unit}"
-    return f"{value:.{1 if value < 10 else 0}f}{space}"
 
 
 def _parameters(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.1f} B"
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def job_text(event: Event) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.events import Event
 from lockstep.sinks.records import RecordWriter
+from lockstep.sinks.numbers import Numbers
 
 FLUSH_SECONDS = 1.0
 
@@ -24,6 +25,7 @@ class TensorBoard:
         self._folder = folder
         self._say = say
         self._writer: Any = None
+        self._numbers = Numbers()
         self._flushed = 0.0
         self._closed = False
 
@@ -34,7 +36,7 @@ class TensorBoard:
         try:
             if self._writer is None:
                 self._writer = _open_writer(self._folder, event["attempt"], event["time"])
-            message = _message(event)
+            message = _message(event, self._numbers.of(event))
             if message is not None:
                 self._writer.write(message)
                 # Every step would cost more than writing does.
@@ -53,23 +55,7 @@ class TensorBoard:
             writer.close()
 
 
-def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event by their TensorBoard tags."""
-    match event["kind"]:
-        case "step":
-            tags = {"Loss/Train": event["loss"], "LearningRate": event["lr"], "GradNorm": event["grad_norm"]}
-            return tags | ({"Throughput": event["items"] / event["seconds"]} if event["seconds"] > 0 else {})
-        case "validation" | "test" as kind:
-            part = "Val" if kind == "validation" else "Test"
-            metrics = {f"{name.title()}/{part}": metric["value"] for name, metric in event["metrics"].items()}
-            return {f"Loss/{part}": event["loss"], **metrics}
-        case "metric":
-            return dict(event["values"])
-        case _:
-            return {}
-
-
-def _message(event: Event) -> bytes | None:
+def _message(event: Event, numbers: dict[str, float]) -> bytes | None:
     """The event as a serialised TensorBoard message, or None when there is nothing to show of it."""
     from tensorboard.compat.proto import event_pb2, types_pb2  # type: ignore[import-untyped]
 
@@ -78,15 +64,15 @@ def _message(event: Event) -> bytes | None:
         # Tells TensorBoard to forget what an earlier attempt plotted from this step on: it is done again.
         message.step = (event["resumed_from_step"] or 0) + 1
         message.session_log.status = event_pb2.SessionLog.START
-    elif event["kind"] == "sample":
-        sample = message.summary.value.add(tag="Sample")
-        sample.metadata.plugin_data.plugin_name = "text"
-        sample.tensor.dtype = types_pb2.DT_STRING
+    elif event["kind"] in ("sample", "settings"):
+        value = message.summary.value.add(tag="Sample" if event["kind"] == "sample" else "Config")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = types_pb2.DT_STRING
         # TensorBoard shows Markdown: indented as code, the text keeps its lines and its special characters.
-        text = textwrap.indent(event["prompt"] + event["text"], "    ")
-        sample.tensor.string_val.append(text.encode("utf-8", "replace"))
+        text = textwrap.indent(event.get("prompt", "") + event["text"], "    ")
+        value.tensor.string_val.append(text.encode("utf-8", "replace"))
     else:
-        for tag, number in scalars(event).items():
+        for tag, number in numbers.items():
             message.summary.value.add(tag=tag, simple_value=number)
         if not message.summary.value:
             return None

@@ -1,0 +1,172 @@
+"""`lockstep watch`: a run in a terminal, also one that another host writes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from rich.text import Text
+
+    from lockstep.events import Event
+    from lockstep.page.panels import Advice
+    from lockstep.page.reading import RunReader
+    from lockstep.page.summary import Summary
+    from lockstep.sinks.watched import Watched
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_OF_READING = 0.2
+"""A long log is read piece by piece, and shown between them."""
+SECONDS_BETWEEN_ADVICE = 10.0
+
+
+def watch_command(
+    run: Annotated[Path, typer.Argument(help="A run folder; it may still wait to start.")],
+    once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
+) -> int:
+    """Show a run while it goes on, from its events alone. Ctrl-C ends the showing, not the run."""
+    from rich.console import Console as Terminal
+
+    from lockstep.sinks.watched import Watched
+
+    folder = opt.find_run(run)
+    terminal = Terminal(highlight=False)
+    watched = Watched()
+    try:
+        if once:
+            deque(_Log(folder, watched).news(), maxlen=0)
+            _print(folder, watched, terminal)
+        elif terminal.is_interactive:
+            _live(folder, watched, terminal)
+        else:
+            _lines(folder, watched, terminal)
+    except KeyboardInterrupt:
+        terminal.print("not shown any more; the run goes on as it was", style="dim")
+        return 0
+    return 1 if watched.state == "failed" else 0
+
+
+class _Log:
+    """The log of a run, and how far it was read."""
+
+    def __init__(self, folder: Path, watched: Watched) -> None:
+        from lockstep.folder import EVENTS
+
+        self._path = folder / EVENTS
+        self._watched = watched
+        self._offset = 0
+
+    def news(self) -> Iterator[Event | None]:
+        """What was written since, taken in; None is a line that is no event."""
+        from lockstep.events import events_from
+
+        for offset, event in events_from(self._path, self._offset):
+            self._offset = offset
+            self._watched.take(event)
+            yield event
+
+
+def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """The whole screen, until the run is over; its last state stays on the terminal."""
+    from rich.console import Group
+    from rich.live import Live
+
+    adviser, log = _Adviser(folder), _Log(folder, watched)
+    threading.Thread(target=adviser.look_now_and_then, daemon=True).start()
+    with Live(console=terminal, screen=True, auto_refresh=False) as live:
+        while True:
+            has_more = _read_for_a_moment(log)
+            live.update(Group(*_view(folder, watched, terminal, adviser.advice, low=True)), refresh=True)
+            if not has_more and watched.is_over(time.time()):
+                break
+            time.sleep(0.01 if has_more else SECONDS_BETWEEN_LOOKS)
+    _print(folder, watched, terminal)
+
+
+def _read_for_a_moment(log: _Log) -> bool:
+    """Read on, but not for long; whether there is more."""
+    end = time.monotonic() + SECONDS_OF_READING
+    return any(time.monotonic() > end for _ in log.news())
+
+
+def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """Lines as `train` writes them into a pipe, until the run is over."""
+    from lockstep.sinks.closing import show_closing
+    from lockstep.sinks.console import Console
+
+    console, log = Console(terminal), _Log(folder, watched)
+    was_silent = False
+    while True:
+        for event in log.news():
+            if event is not None and event["kind"] == "failure":  # the console leaves it to the launcher
+                again = "; it is started again" if event.get("restarted") else ""
+                event = {"kind": "message", "level": "warning", "text": f"{event.get('text')}{again}"}
+            try:
+                console.handle(event or {"kind": "unreadable"})
+            except (KeyError, TypeError, ValueError):
+                continue  # of another version
+        if watched.is_over(time.time()):
+            break
+        silence = watched.silence(time.time())
+        if silence and not was_silent:
+            console.print_line(silence)
+        was_silent = bool(silence)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    show_closing(folder, terminal)
+
+
+def _print(folder: Path, watched: Watched, terminal: Terminal) -> None:
+    """The state as it is, for good; and what it has come to where it is over."""
+    from lockstep.sinks.closing import print_closing
+
+    adviser = _Adviser(folder)
+    adviser.look()
+    terminal.print(*_view(folder, watched, terminal, adviser.advice, low=False), sep="\n")
+    if adviser.summary is not None and watched.is_over(time.time()):
+        print_closing(adviser.summary, folder, terminal)
+
+
+def _view(folder: Path, watched: Watched, terminal: Terminal, advice: list[Advice], low: bool) -> list[Text]:
+    from lockstep.sinks.watch_view import Screen, view
+
+    width, height = terminal.size
+    screen = Screen(width, height if low else None, terminal.encoding.startswith("utf"))
+    return view(str(folder), watched, time.time(), screen, advice)
+
+
+class _Adviser:
+    """Looks a run over and says what to change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader: RunReader | None = None
+        self.summary: Summary | None = None
+        self.advice: list[Advice] = []
+
+    def look(self) -> None:
+        """Take in what is new."""
+        from lockstep.page.advice import advise
+        from lockstep.page.reading import RunReader
+
+        try:
+            self._reader = self._reader or RunReader(self._folder)
+            self._reader.read()
+            self.summary = self._reader.summary(time.time())
+            self.advice = advise(self.summary)
+        except Exception:  # it has not started, or its log is damaged: what else there is to see is worth more
+            self.advice = []
+
+    def look_now_and_then(self) -> None:
+        """In a thread, beside the view: it takes longer than a view may."""
+        while True:
+            self.look()
+            time.sleep(SECONDS_BETWEEN_ADVICE)

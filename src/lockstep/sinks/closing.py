@@ -1,0 +1,143 @@
+"""What a run has come to, as a short table at its end."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.charts import plain
+from lockstep.folder import EVENTS
+from lockstep.sinks.texts import clock, compact, number, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from lockstep.page.summary import Compared, Summary, TimeSpent
+
+REPORT = "report.html"
+LABEL = 11
+WIDEST = 100
+LEAST_SHARE = 0.005
+"""Of the time: what is less is not named."""
+
+IN_STEPS = ("useful", "communication", "input", "optimizer", "between")
+LOST = {
+    "starting": "starting",
+    "stopped": "not running",
+    "repeated": "steps done again",
+    "checkpoints": "checkpoints",
+    "validation": "validation",
+    "other": "other",
+}
+
+
+def show_closing(folder: Path, terminal: Terminal) -> None:
+    """Print the table of a run, from its events; one that never began has none."""
+    from lockstep.page.reading import RunReader
+
+    if not (folder / EVENTS).exists():
+        return
+    try:
+        reader = RunReader(folder)
+        reader.read()
+        print_closing(reader.summary(time.time()), folder, terminal)
+    except Exception as error:  # the training is done and saved: whatever is wrong here, it is not that
+        terminal.print(f"no summary of the run ({type(error).__name__}: {error})", soft_wrap=True, markup=False)
+
+
+def print_closing(summary: Summary, folder: Path, terminal: Terminal) -> None:
+    """Print the table under what is there."""
+    report = folder / REPORT
+    if summary.attempts:
+        table = closing_table(summary, report if report.exists() else None, min(terminal.width, WIDEST))
+        terminal.print("", *table, sep="\n", soft_wrap=True)
+
+
+def closing_table(summary: Summary, report: Path | None, width: int) -> list[Text]:
+    """A run in a few lines: how far, how well, how fast, where the time went, and what it cost."""
+    lines = []
+    for label, text in closing_rows(summary, report):
+        lines += [
+            Text.assemble((f"{label if is_first else '':{LABEL}}", "bold"), line)
+            for is_first, line in _wrapped(printable(text), max(width - LABEL, 20))
+        ]
+    return lines
+
+
+def _wrapped(text: str, width: int) -> Iterator[tuple[bool, str]]:
+    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does 5 %."""
+    joined = text.replace(" %", "\xa0%")
+    for place, line in enumerate(textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)):
+        yield place == 0, line.replace("\xa0", " ")
+
+
+def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str, str]]:
+    """The lines of the table; what is not known has none."""
+    rows = [("run", f"{summary.name}, {summary.state}"), ("steps", _steps(summary)), ("loss", _losses(summary))]
+    rows += [("speed", _speed(summary)), *_time(summary.spent)]
+    if summary.memory:
+        rows.append(("memory", f"{bytes_text(summary.memory)} on the fullest rank"))
+    devices = "CPU-process-hours" if summary.device == "cpu" else "GPU-hours"
+    energy = f", {plain(summary.kwh)} kWh" if summary.kwh is not None else ""
+    rows.append(("cost", f"{plain(summary.device_hours)} {devices}{energy}"))
+    compared = [_compared("a step", summary.predicted_step, seconds_text)]
+    compared.append(_compared("memory", summary.predicted_memory, bytes_text))
+    rows.append(("predicted", "; ".join(text for text in compared if text)))
+    rows.append(("report", str(report) if report else ""))
+    return [(label, text) for label, text in rows if text]
+
+
+def _steps(summary: Summary) -> str:
+    of = f" of {summary.total_steps}" if summary.total_steps else ""
+    starts = len(summary.attempts)
+    return f"{summary.steps}{of} in {clock(summary.end - summary.begin)}" + (f", {starts} starts" if starts > 1 else "")
+
+
+def _losses(summary: Summary) -> str:
+    parts = [f"{number(summary.loss)} in training"] if summary.loss is not None else []
+    if summary.best_loss is not None:
+        parts.append(f"best in validation {number(summary.best_loss)} (step {summary.best_step})")
+    if summary.test_loss is not None:
+        parts.append(f"test {number(summary.test_loss)}")
+    return ", ".join(parts)
+
+
+def _speed(summary: Summary) -> str:
+    parts = []
+    if summary.items_per_second is not None:
+        parts.append(f"{compact(summary.items_per_second)} {summary.item}/s")
+    if summary.step_seconds is not None:
+        parts.append(f"{seconds_text(summary.step_seconds)} a step")
+    if summary.mfu is not None:
+        parts.append(f"MFU {percent(summary.mfu)}")
+    return ", ".join(parts)
+
+
+def _time(spent: TimeSpent) -> list[tuple[str, str]]:
+    """Where the time went: in steps that were kept, and beside them."""
+    if spent.goodput is None or not math.isfinite(spent.whole):
+        return []
+    shares = {name: getattr(spent, name) / spent.whole for name in (*IN_STEPS, *LOST)}
+    kept = _named({("compute" if name == "useful" else name): shares[name] for name in IN_STEPS})
+    lost = _named({text: shares[name] for name, text in LOST.items()})
+    rows = [("time", f"{percent(spent.goodput)} in steps that count" + (f": {kept}" if kept else ""))]
+    return rows + ([("", f"{percent(1 - spent.goodput)} beside them: {lost}")] if lost else [])
+
+
+def _named(shares: dict[str, float]) -> str:
+    largest = sorted(shares.items(), key=lambda share: -share[1])
+    return ", ".join(f"{name} {percent(share)}" for name, share in largest if share >= LEAST_SHARE)
+
+
+def _compared(what: str, compared: Compared | None, text: Callable[[float], str]) -> str:
+    if compared is None or compared.measured is None or compared.error is None:
+        return ""
+    foretold, came = text(compared.predicted), text(compared.measured)
+    return f"{what} {foretold}, measured {came} ({100 * compared.error:+.0f} %)"

@@ -1,0 +1,166 @@
+"""W&B and MLflow: what they are told of a run, with a service that only writes down what it is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.events import EventLog, read_events
+from lockstep.sinks import tracking
+from lockstep.sinks.numbers import Numbers
+from lockstep.sinks.trackers import Tracker, check_installed
+from lockstep.sinks.tracking import Ending, Sent, follow
+from tests.runs import Made, run_events, write_run
+
+
+class Notebook:
+    """What a service was told."""
+
+    def __init__(self, sent: Sent) -> None:
+        sent.run = sent.run or "run-1"
+        self.run = sent.run
+        self.config: dict[str, Any] = {}
+        self.points: list[tuple[str, int, float]] = []
+        self.ending: Ending | None = None
+
+    def describe(self, config: Mapping[str, Any]) -> None:
+        self.config |= config
+
+    def log(self, numbers: Mapping[str, float], step: int, time: float) -> None:
+        assert time > 0
+        self.points += [(name, step, value) for name, value in numbers.items()]
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, how: Ending) -> None:
+        self.ending = how
+
+    def steps(self, name: str) -> list[int]:
+        return [step for one, step, _ in self.points if one == name]
+
+
+def told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """What one process tells of the run as it is now."""
+    notebooks: list[Notebook] = []
+
+    def connect(_name: str, _folder: Path, sent: Sent) -> Notebook:
+        notebooks.append(Notebook(sent))
+        return notebooks[0]
+
+    monkeypatch.setattr(tracking, "_connect", connect)
+    (folder / "wandb").mkdir(exist_ok=True)
+    follow("wandb", folder, lambda: True)
+    return notebooks[0]
+
+
+def test_a_run_is_told_once_with_its_config_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path, Made(steps=100, metrics=True))
+    notebook = told(tmp_path, monkeypatch)
+    assert notebook.steps("Loss/Train") == list(range(1, 101))
+    assert notebook.steps("temperature") == list(range(1, 101))
+    assert notebook.steps("Loss/Val") == notebook.steps("Accuracy/Val") == [50, 100]
+    assert notebook.config["recipe"] == "lm"
+    assert notebook.config["start.layout"] == "dp=4"
+    assert notebook.ending == "finished"
+    assert told(tmp_path, monkeypatch).points == []
+
+
+def test_a_run_that_goes_on_is_told_from_where_it_was_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first attempt dies after step 75; the second goes on from the checkpoint of step 50."""
+    write_run(tmp_path, Made(steps=200, fails_after=[75], validate_every=25))
+    lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    first = [line for line in lines if json.loads(line)["attempt"] == 1]
+    (tmp_path / "events.jsonl").write_text("".join(first))
+    before = told(tmp_path, monkeypatch)
+    assert before.ending == "failed"
+    assert before.steps("Loss/Train") == list(range(1, 76))
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    after = told(tmp_path, monkeypatch)
+    assert after.run == before.run
+    assert after.steps("Loss/Train") == list(range(76, 201))
+    assert after.steps("Loss/Val") == [100, 125, 150, 175, 200]  # that of step 75 was told
+    assert after.ending == "finished"
+
+
+def test_switched_on_late_the_whole_run_is_told_and_no_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path, Made(steps=200, fails_after=[75]))
+    assert told(tmp_path, monkeypatch).steps("Loss/Train") == list(range(1, 201))
+
+
+def test_a_damaged_line_and_an_unknown_event_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(
+        tmp_path, Made(steps=10), more=["not an event\n", '{"time": 1, "kind": "weather", "attempt": 1}\n', '{"ti']
+    )
+    assert told(tmp_path, monkeypatch).steps("Loss/Train") == list(range(1, 11))
+
+
+def test_a_package_that_is_not_there_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "wandb").mkdir()  # what W&B leaves behind is no package
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    for name in ("wandb", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(UserError, match=rf"{name}, which is not installed: pip install lockstep-train\[{name}\]"):
+            check_installed([name])
+    check_installed([])
+
+
+def test_a_tracker_that_cannot_work_is_said_once_and_the_run_goes_on(tmp_path: Path):
+    """There is no service of this name: its process ends at once."""
+    said: list[str] = []
+    tracker: Any = Tracker("nobody", tmp_path, said.append)
+    log = EventLog(tmp_path / "events.jsonl", 1, [tracker])
+    log.emit("status", text="building the model")
+    assert not tracker.log.exists()  # it begins with the run
+    [start] = [event for event in run_events(Made(steps=1)) if event["kind"] == "start"]
+    log.emit(**{name: value for name, value in start.items() if name not in ("time", "attempt")})
+    assert tracker.log.exists()
+    tracker._process.wait(20)
+    for text in ("one", "two"):
+        log.emit("status", text=text)
+    log.close()
+    assert said == [f"nothing more is sent to nobody (see {tmp_path / 'logs' / 'nobody.log'})"]
+    assert [event["kind"] for event in read_events(tmp_path / "events.jsonl")] == [
+        "status",
+        "start",
+        "status",
+        "status",
+    ]
+
+
+def test_mfu_is_the_models_work_over_what_the_devices_can_do():
+    """32 samples of 1e9 operations in a step of 0.1 s, on four devices of 1e12 a second: 8 %."""
+    numbers = Numbers()
+    named = [numbers.of(event) for event in run_events(Made(steps=5, per_sample=1e9, peak=1e12))]
+    assert [round(one["MFU"], 4) for one in named if "MFU" in one] == [0.08]
+    too_much = Numbers()
+    assert not any("MFU" in too_much.of(event) for event in run_events(Made(steps=5, per_sample=1e12, peak=1e12)))
+
+
+def test_the_shares_of_a_steps_time_are_those_of_all_ranks():
+    """Of 0.14 s rank 1 computes 0.11 and the others 0.07; nobody else waits for input."""
+    events = run_events(Made(steps=5, slow_compute={1: 0.04}))
+    [named] = [Numbers().of(event) for event in events if event["kind"] == "ranks"]
+    assert named["Time/Compute"] == pytest.approx((3 * 0.07 + 0.11) / 4 / 0.14)
+    assert named["Time/Optimizer"] == pytest.approx(0.01 / 0.14)
+    assert named["Time/Communication"] == pytest.approx((3 * 0.05 + 0.01) / 4 / 0.14)
+    assert sum(value for name, value in named.items() if name.startswith("Time/")) == pytest.approx(1.0)
+
+
+def test_every_gpu_has_its_curves_unless_there_are_many():
+    [few] = [Numbers().of(event) for event in run_events(Made(steps=5, gpus=5)) if event["kind"] == "machine"]
+    assert few["GPU/node1/0/Busy"] == 0.9
+    assert few["GPU/node1/4/Busy"] == 0.0  # nobody uses it
+    assert few["GPU/Busy"] == few["GPU/LeastBusy"] == 0.9
+    assert few["CPU/node1/Busy"] == 0.25
+    many = Made(steps=5, ranks=64, hosts=32, gpus=2)
+    [all_together] = [Numbers().of(event) for event in run_events(many) if event["kind"] == "machine"]
+    assert set(all_together) == {"GPU/Busy", "GPU/LeastBusy"}
