@@ -29,3 +29,23 @@ def percent(share: float) -> str:
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.0095 or share == 0 else f"{100 * share:.1f} %"
+
+
+def duration_text(seconds: float) -> str:
+    """A time that may be long, in its two largest units: "41 s", "3 h 20 min", "2 d 4 h"."""
+    if seconds < 59.5:
+        return seconds_text(seconds) if 0 < seconds < 10 else f"{seconds:.0f} s"
+    small, large, size, step = "s", "min", 60, 1
+    for unit, name, inner, inner_size in ((3600, "h", "min", 60), (86400, "d", "h", 3600)):
+        if round(seconds / inner_size) * inner_size >= unit:
+            small, large, size, step = inner, name, unit, inner_size
+    whole, rest = divmod(round(seconds / step) * step, size)
+    return f"{whole} {large}" + (f" {rest // step} {small}" if rest else "")
+
+
+def count_text(count: float) -> str:
+    """A large number for people: 812, 48.6 k, 7.24 M, 1.2 T."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= ROUNDED_UP * unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.3g}"

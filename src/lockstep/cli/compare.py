@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ def compare_command(
     device: opt.Device = None,
     share_gpu: opt.ShareGpu = None,
     chart: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the speed-ups.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Table, speed-ups and remarks as a page of its own.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> int:
     """Train a few steps under every layout, in turns, and print time, speed-up, efficiency, memory and waiting."""
@@ -59,6 +63,7 @@ def compare_command(
 
     terminal = Terminal(stderr=as_json, highlight=False)
     opt.check_output("--chart", chart, ".svg")
+    opt.check_output("--page", page, ".html")
     told = opt.given(device=device, share_gpu=share_gpu, batch_per_device=batch_per_device)
     entrants, chosen = _entrants(what, layouts, {**told, "steps": steps}, set_ or [])
     cores = len(os.sched_getaffinity(0))
@@ -68,7 +73,7 @@ def compare_command(
         _check_with_torch(entrants, chosen)
     results = _run_all(entrants, repeats, threads, terminal)
     comparison = _compared(entrants, results, Machine(cores, chosen == "cpu", threads, busy))
-    return _finish(comparison, results.code, chart, as_json, terminal)
+    return _finish(comparison, results.code, chart, page, as_json, terminal)
 
 
 def _entrants(
@@ -210,7 +215,14 @@ def _compared(entrants: Entrants, results: Results, machine: Machine) -> Compari
     return Comparison(f"{config.recipe}, {samples}", same_training, item, machine.cores, rows, notes)
 
 
-def _finish(comparison: Comparison, stopped: int, chart: Path | None, as_json: bool, terminal: Terminal) -> int:
+def _finish(
+    comparison: Comparison,
+    stopped: int,
+    chart: Path | None,
+    page: Path | None,
+    as_json: bool,
+    terminal: Terminal,
+) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
     from lockstep.compare import draw_chart, to_json
     from lockstep.compare_show import show_table
@@ -224,4 +236,10 @@ def _finish(comparison: Comparison, stopped: int, chart: Path | None, as_json: b
     if chart is not None:
         opt.write_output(chart, draw_chart(comparison))
         terminal.print(f"speed-ups drawn in {chart}", markup=False)
+    if page is not None:
+        from lockstep.page.compared import comparison_page
+        from lockstep.page.html import page_html
+
+        opt.write_output(page, page_html(comparison_page(comparison, time.time())))
+        terminal.print(f"the page is {page}", markup=False)
     return code

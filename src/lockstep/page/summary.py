@@ -54,13 +54,17 @@ class TimeSpent:
     @property
     def whole(self) -> float:
         """All of it."""
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
+
+    @property
+    def steps(self) -> float:
+        """In steps whose result was kept: useful, optimizer, communication, input and between."""
+        return self.useful + self.input + self.communication + self.optimizer + self.between
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time in steps whose result was kept: useful, optimizer, communication, input and between."""
-        steps = self.useful + self.input + self.communication + self.optimizer + self.between
-        return steps / self.whole if self.whole > 0 else None
+        """The share of the time in steps whose result was kept."""
+        return self.steps / self.whole if self.whole > 0 else None
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,9 @@ class Summary:
     alarms: int = 0
     skipped_steps: int = 0
     warnings: int = 0
+    saved_step: int | None = None
+    """Of the last complete checkpoint, where the run can go on; None where it has saved none."""
+    steps_per_epoch: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    """Samples; of the last attempt, as it was chosen while running."""

@@ -1,0 +1,239 @@
+"""The top of a run's page: what ran where, how it went in one sentence, and the numbers that matter most.
+
+A number that is not known stands there all the same, as a dash with the reason: a reader would look for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.amounts import bytes_text, count_text, duration_text, percent, seconds_text
+from lockstep.page.panels import Fact, Headline, Level
+from lockstep.page.summary import Summary
+
+UNKNOWN = "\N{EN DASH}"
+GOOD_GOODPUT = 0.9
+POOR_GOODPUT = 0.5
+LONG_RUN = 600.0
+"""Seconds: a shorter run is mostly starting, which is no reason to warn."""
+FAR_OFF = 0.25
+"""A prediction that is wrong by more than this is worth a warning."""
+
+
+def headline(summary: Summary) -> Headline:
+    """What is said of a run before everything else."""
+    return Headline(summary.name, _subtitle(summary), summary.state, _verdict(summary), _facts(summary))
+
+
+def devices_text(summary: Summary) -> str:
+    """What a run had, in words: "4 GPUs (NVIDIA H200) of 1 node"."""
+    nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
+    if summary.device == "cpu":
+        return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
+    gpus = sum(bool(gpu.ranks) for gpu in summary.gpus)
+    if gpus and gpus < summary.world_size:
+        shared = f"{_count(summary.world_size, 'rank')} that share {_count(gpus, 'GPU')}"
+        return f"{shared} ({summary.device}) of {nodes}"
+    return f"{_count(summary.world_size, 'GPU')} ({summary.device}) of {nodes}"
+
+
+def _subtitle(summary: Summary) -> str:
+    parameters = f"{count_text(summary.parameters)} parameters"
+    return f"{devices_text(summary)}, layout {summary.layout}, {parameters}, {summary.precision}"
+
+
+def _verdict(summary: Summary) -> str:
+    """How it went, in one sentence."""
+    attempts = len(summary.attempts)
+    tries = f" in {attempts} attempts" if attempts > 1 else ""
+    at = f"step {summary.steps}" if summary.steps else "the start"
+    of = f"{at} of {summary.total_steps}" if summary.steps and summary.total_steps else at
+    why = _why(summary)
+    if summary.state == "finished":
+        loss = f", with a loss of {_number(summary.loss)}" if summary.loss is not None else ""
+        took = duration_text(summary.spent.whole)
+        return f"Finished {_count(summary.steps, 'step')} in {took}{tries}{loss}."
+    if summary.state == "running":
+        left = seconds_left(summary)
+        if not summary.steps:
+            return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}: no step is done yet."
+        return f"Running: {of}" + (f", about {duration_text(left)} left." if left is not None else ".")
+    if summary.state == "stopped":
+        return f"Stopped at {of}{tries}{': ' + why if why else ''}{_and_then(summary)}"
+    if summary.state == "failed":
+        return f"Failed at {of}{tries}: {why or 'the log does not say why'}{_and_then(summary)}"
+    last = duration_text(summary.end - summary.begin)
+    return f"Lost at {of}{tries}: its last word came after {last} and nothing says how it ended{_and_then(summary)}"
+
+
+def seconds_left(summary: Summary) -> float | None:
+    """Until the last step, at the pace of this attempt, with validation and saving as often as so far."""
+    if summary.total_steps is None or summary.step_seconds is None:
+        return None
+    spent = summary.spent
+    beside = (spent.validation + spent.checkpoints) / spent.steps if spent.steps > 0 else 0.0
+    return max(0, summary.total_steps - summary.steps) * summary.step_seconds * (1 + beside)
+
+
+def _why(summary: Summary) -> str:
+    return summary.attempts[-1].why.strip().rstrip(".") if summary.attempts else ""
+
+
+def _and_then(summary: Summary) -> str:
+    """What the same command would do, where the run's own last sentence has not said it."""
+    if "same command" in _why(summary):
+        return "."
+    if summary.saved_step is None:
+        return "; nothing was saved, so that the same command begins anew."
+    return f"; the same command goes on from the checkpoint of step {summary.saved_step}."
+
+
+def _facts(summary: Summary) -> list[Fact]:
+    return [
+        _goodput(summary),
+        _wall_time(summary),
+        _hours(summary),
+        _energy(summary),
+        _mfu(summary),
+        _step_time(summary),
+        _throughput(summary),
+        _items(summary),
+        *_losses(summary),
+        _memory(summary),
+        _predicted_memory(summary),
+    ]
+
+
+def _goodput(summary: Summary) -> Fact:
+    means = "the share of the time in steps whose result was kept: no starting, repeating, saving, validating, waiting"
+    share = summary.spent.goodput
+    if share is None:
+        return Fact("Goodput", UNKNOWN, "no time has passed yet")
+    level: Level = "good" if share >= GOOD_GOODPUT else "info"
+    if share < POOR_GOODPUT and summary.spent.whole >= LONG_RUN:
+        level = "warning"
+    return _share("Goodput", share, means, level)
+
+
+def _wall_time(summary: Summary) -> Fact:
+    spent = summary.spent
+    note = "from the first event to the last"
+    if spent.stopped:
+        note += f", of which {duration_text(spent.stopped)} between attempts, when nothing ran"
+    return Fact("Wall time", duration_text(spent.whole), note)
+
+
+def _hours(summary: Summary) -> Fact:
+    is_cpu = summary.device == "cpu"
+    label, each = ("CPU process-hours", "process") if is_cpu else ("GPU-hours", "GPU")
+    note = f"every {each} for as long as its attempts took, whether it computed or not"
+    idle = sum(not gpu.ranks for gpu in summary.gpus)
+    if idle and not is_cpu:
+        note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
+    return Fact(label, _number(summary.device_hours), note)
+
+
+def _energy(summary: Summary) -> Fact:
+    if summary.kwh is None:
+        return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
+    return Fact("Energy", f"{_number(summary.kwh)} kWh", summary.kwh_reason)
+
+
+def _mfu(summary: Summary) -> Fact:
+    means = "model FLOPs per second over the stated peak; recomputation not counted"
+    if summary.mfu is None:
+        return Fact("MFU", UNKNOWN, summary.mfu_reason or "the model's FLOPs were not counted")
+    if summary.flops_per_second is not None and summary.peak_flops is not None:
+        of = f"{_flops(summary.flops_per_second)} of {_flops(summary.peak_flops)}"
+        means += f": {of}" + (f" ({summary.peak_source})" if summary.peak_source else "")
+    return _share("MFU", summary.mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
+
+
+def _share(label: str, share: float, note: str, level: Level) -> Fact:
+    """A share of a whole: one over 100 % is an error, and says so."""
+    if share > 1:
+        return Fact(label, f"{100 * share:.1f} %", f"more than all of it: a number is wrong ({note})", "error")
+    return Fact(label, f"{100 * share:.1f} %", note, level)
+
+
+def _throughput(summary: Summary) -> Fact:
+    if summary.items_per_second is None:
+        return Fact("Throughput", UNKNOWN, "too few steps are done")
+    note = f"{summary.item} of a step over its seconds, at the median step, on all ranks together"
+    return Fact("Throughput", f"{count_text(summary.items_per_second)} {summary.item}/s", note)
+
+
+def _items(summary: Summary) -> Fact:
+    real = summary.items - summary.padding
+    padding = f"{count_text(summary.padding)} more were padding" if summary.padding else "none were padding"
+    trained = f"the loss was divided by {count_text(summary.trained)} in all"
+    return Fact(summary.item.capitalize(), f"{count_text(real)} real", f"{padding}; {trained}")
+
+
+def _losses(summary: Summary) -> list[Fact]:
+    last = Fact("Loss", UNKNOWN, "no step is done yet")
+    if summary.loss is not None:
+        broken = not math.isfinite(summary.loss)
+        level: Level = "error" if broken else "info"
+        last = Fact("Loss", _number(summary.loss), f"training loss of step {summary.steps}", level)
+    best = Fact("Best validation", UNKNOWN, "nothing was validated")
+    if summary.best_loss is not None:
+        at = f"loss after step {summary.best_step}" if summary.best_step is not None else "loss"
+        best = Fact("Best validation", _number(summary.best_loss), at)
+    found = [last, best]
+    if summary.test_loss is not None:
+        found.append(Fact("Test", _number(summary.test_loss), "loss over the test data, with the best weights"))
+    return found
+
+
+def _memory(summary: Summary) -> Fact:
+    if summary.memory is None:
+        return Fact("Memory", UNKNOWN, "no rank has told yet")
+    where = "host memory of its process" if summary.device == "cpu" else "GPU memory"
+    note = f"{where}, of the rank that held most"
+    totals = [gpu.memory_total for gpu in summary.gpus if gpu.ranks and gpu.memory_total]
+    if not totals or summary.device == "cpu":
+        return Fact("Memory", bytes_text(summary.memory), note)
+    share = summary.memory / min(totals)
+    if share > 1:
+        return Fact("Memory", bytes_text(summary.memory), f"more than the {bytes_text(min(totals))} there are", "error")
+    return Fact("Memory", bytes_text(summary.memory), f"{note}: {percent(share)} of {bytes_text(min(totals))}")
+
+
+def _step_time(summary: Summary) -> Fact:
+    compared, median = summary.predicted_step, "the median of the last attempt, warm-up left out"
+    measured = compared.measured if compared is not None and compared.measured is not None else summary.step_seconds
+    if measured is None:
+        return Fact("Step time", UNKNOWN, "too few steps are done")
+    if compared is None:
+        return Fact("Step time", seconds_text(measured), f"{median}; nothing was predicted")
+    error = compared.predicted / measured - 1 if measured > 0 else math.nan
+    note = f"{median}; predicted {seconds_text(compared.predicted)}, {100 * error:+.0f} %"
+    return Fact("Step time", seconds_text(measured), note, _level(error))
+
+
+def _predicted_memory(summary: Summary) -> Fact:
+    compared = summary.predicted_memory
+    if compared is None:
+        return Fact("Predicted memory", UNKNOWN, "nothing was predicted")
+    note = "of tensors, on the fullest rank"
+    if compared.measured is None or compared.error is None:
+        return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured")
+    note += f"; measured {bytes_text(compared.measured)}, so that it was {100 * compared.error:+.0f} % off"
+    return Fact("Predicted memory", bytes_text(compared.predicted), note, _level(compared.error))
+
+
+def _level(error: float) -> Level:
+    return "warning" if abs(error) > FAR_OFF else "info"
+
+
+def _flops(rate: float) -> str:
+    return f"{count_text(rate)}FLOP/s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _count(count: int, what: str, more: str = "s") -> str:
+    return f"{count} {what}{more if count != 1 else ''}"
