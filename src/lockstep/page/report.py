@@ -1,6 +1,6 @@
 """The report: the page of some runs as one file with its data inside, or printed as a PDF.
 
-`write_report` makes it; `report_line` is the same for the end of a run, which it must neither fail nor hold up for long.
+`write_report` makes it; `report_line` is for the end of a run, which it can neither fail nor hold up for long.
 """
 
 from __future__ import annotations

@@ -159,10 +159,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = SECONDS_OF_SILENCE
 
-    def do_GET(self) -> None:  # noqa: N802 (http.server names it)
+    def do_GET(self) -> None:
         self._answer()
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002

@@ -20,7 +20,7 @@ from lockstep.page.panels import (
     Timeline,
     Timetable,
 )
-from lockstep.page.pdf.charts import HEIGHT, draw_heat, draw_lines, draw_stack
+from lockstep.page.pdf.charts import HEIGHT, draw_heat, draw_lines, draw_stack, heat_height
 from lockstep.page.pdf.drawings import draw_mesh, draw_shares, draw_timeline, draw_timetable
 from lockstep.page.pdf.paper import INK, LEVELS, LINE, PALE, QUIET, STATES, Paper, moment_text
 from lockstep.page.pdf.tables import draw_table, draw_text
@@ -136,7 +136,8 @@ def _draw_unreadable(paper: Paper, sentences: list[str]) -> None:
 
 
 def _draw_section(paper: Paper, section: Section, level: int) -> None:
-    _heading(paper, section.title, level)
+    room = _room_for(section.panels[0]) if section.panels else ROOM_FOR_A_PANEL
+    _heading(paper, section.title, level, room + (10 if section.note else 0))
     if section.note:
         paper.pen(8.5, QUIET)
         paper.paragraph(section.note, 4.2)
@@ -145,8 +146,9 @@ def _draw_section(paper: Paper, section: Section, level: int) -> None:
         _draw_panel(paper, panel)
 
 
-def _heading(paper: Paper, title: str, level: int) -> None:
-    paper.need(ROOM_FOR_A_PANEL + 12)
+def _heading(paper: Paper, title: str, level: int, room: float = ROOM_FOR_A_PANEL) -> None:
+    """A heading, on the page of what comes after it."""
+    paper.need(room + 14)
     paper.start_section(paper.clean(title) or "section", level)
     paper.ln(2)
     paper.pen(13, INK, bold=True)
@@ -156,9 +158,26 @@ def _heading(paper: Paper, title: str, level: int) -> None:
     paper.ln(3)
 
 
+def _room_for(panel: Panel) -> float:
+    """How much of a page a panel takes that is not broken over two, with its title."""
+    match panel:
+        case Lines() | Stack():
+            return HEIGHT + 20
+        case Heat():
+            return heat_height(panel) + 22
+        case Shares():
+            return 22 + 4.6 * len(panel.parts)
+        case Timeline():
+            return min(140.0, 24 + 6.0 * len(panel.spans))
+        case Timetable():
+            return min(140.0, 26 + 7.0 * len(panel.lanes))
+        case _:
+            return ROOM_FOR_A_PANEL
+
+
 def _draw_panel(paper: Paper, panel: Panel) -> None:
     """A panel with its title before it, and its note after it."""
-    paper.need(HEIGHT + 18 if isinstance(panel, Lines | Stack) else ROOM_FOR_A_PANEL)
+    paper.need(_room_for(panel))
     paper.pen(9.5, INK, bold=True)
     y = paper.get_y() + 3.6
     width = paper.word(paper.left, y, panel.title, most=paper.wide * 0.7)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from lockstep.charts import Axis
-from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PALE, QUIET, STROKES, Paper, moment_text, value_text
 from lockstep.page.panels import Curve, Heat, Layer, Lines, Mark, Number, Stack
+from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PALE, QUIET, STROKES, Paper, moment_text, value_text
 
 HEIGHT = 38.0
 LEFT = 17.0
@@ -103,13 +103,18 @@ def draw_heat(paper: Paper, panel: Heat) -> None:
         _nothing(paper, f"{len(panel.layers) - MOST_LAYERS} more layers are on the page")
 
 
+def heat_height(panel: Heat) -> float:
+    """Of one layer, in millimetres."""
+    return min(70.0, max(8.0, 3.6 * len(panel.rows)))
+
+
 def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
     rows = len(panel.rows)
     numbers = [value for row in layer.values for value in row if _is_number(value)]
     if not numbers or not panel.at:
         _nothing(paper, f"{layer.name}: no values yet")
         return
-    height = min(70.0, max(8.0, 3.6 * rows))
+    height = heat_height(panel)
     paper.need(height + 14)
     low, high = min(0.0, *numbers), max(numbers)
     top, left = paper.get_y() + 5.0, paper.left + LEFT + 6
@@ -335,7 +340,7 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         columns.setdefault(int((point[0] - first) / wide), []).append(point)
     kept = []
     for column in columns.values():
-        wanted = {0, len(column) - 1, *(find(range(len(column)), key=lambda n: column[n][1]) for find in (min, max))}  # noqa: B023
+        wanted = {0, len(column) - 1, *(find(range(len(column)), key=lambda n: column[n][1]) for find in (min, max))}
         kept += [column[number] for number in sorted(wanted)]
     return kept
 

@@ -132,7 +132,7 @@ class Paper(FPDF):
 def value_text(value: float | None, unit: str) -> str:
     """A value with its unit, as people read it."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return "-"
     match unit:
         case "s":
             return f"-{seconds_text(-value)}" if value < 0 else seconds_text(value) if value else "0 s"
@@ -158,7 +158,7 @@ def moment_text(when: float, form: str = "%Y-%m-%d %H:%M") -> str:
     try:
         return datetime.fromtimestamp(when).strftime(form)
     except (ValueError, OverflowError, OSError):
-        return "–"
+        return "-"
 
 
 def _printable(text: str) -> str:
