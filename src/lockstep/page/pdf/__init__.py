@@ -20,8 +20,9 @@ from lockstep.page.panels import (
     Timeline,
     Timetable,
 )
-from lockstep.page.pdf.charts import HEIGHT, draw_heat, draw_lines, draw_stack, heat_height
+from lockstep.page.pdf.charts import HEIGHT, draw_lines, draw_stack
 from lockstep.page.pdf.drawings import draw_mesh, draw_shares, draw_timeline, draw_timetable
+from lockstep.page.pdf.heat import draw_heat, heat_height
 from lockstep.page.pdf.paper import INK, LEVELS, LINE, PALE, QUIET, STATES, Paper, moment_text
 from lockstep.page.pdf.tables import draw_table, draw_text
 
@@ -143,7 +144,7 @@ def _draw_section(paper: Paper, section: Section, level: int) -> None:
         paper.paragraph(section.note, 4.2)
         paper.ln(1)
     for panel in section.panels:
-        _draw_panel(paper, panel)
+        draw_panel(paper, panel)
 
 
 def _heading(paper: Paper, title: str, level: int, room: float = ROOM_FOR_A_PANEL) -> None:
@@ -175,7 +176,7 @@ def _room_for(panel: Panel) -> float:
             return ROOM_FOR_A_PANEL
 
 
-def _draw_panel(paper: Paper, panel: Panel) -> None:
+def draw_panel(paper: Paper, panel: Panel) -> None:
     """A panel with its title before it, and its note after it."""
     paper.need(_room_for(panel))
     paper.pen(9.5, INK, bold=True)

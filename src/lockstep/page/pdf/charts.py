@@ -1,4 +1,4 @@
-"""Charts with axes on paper: lines with their bands, stacks, heat maps."""
+"""Charts with axes on paper: lines with their bands, and stacks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeGuard
 
 from lockstep.charts import Axis
-from lockstep.page.panels import Curve, Heat, Layer, Lines, Mark, Number, Stack
-from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PALE, QUIET, STROKES, Paper, moment_text, value_text
+from lockstep.page.panels import Curve, Lines, Mark, Number, Stack
+from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, QUIET, STROKES, Paper, moment_text, value_text
 
 HEIGHT = 38.0
 LEFT = 17.0
@@ -17,10 +18,6 @@ LEFT = 17.0
 MOST_NAMES = 24
 COLUMNS = 400
 """So many points a curve has at least before some are left out: the smallest and the largest of each stay."""
-MOST_LAYERS = 6
-SHADES = 48
-CIVIDIS = ((0, 34, 78), (42, 63, 109), (87, 93, 109), (124, 123, 120), (166, 157, 117), (211, 193, 100), (254, 232, 56))
-"""Equally spaced colours of the map of that name, which people see alike who do not see red and green."""
 DASHES = ((), (1.6, 0.8), (0.5, 0.7))
 SECONDS_OF_TICKS = (
     *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
@@ -28,6 +25,8 @@ SECONDS_OF_TICKS = (
 )
 
 Place = Callable[[float], float]
+Name = tuple[str, str, Sequence[float] | None]
+"""What a chart shows by that name: its colour, and how its line is dashed; None for an area."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,11 @@ class Frame:
 def draw_lines(paper: Paper, panel: Lines) -> None:
     """Lines over steps, time or ranks, each with the band between its extremes."""
     names = [(curve.name, STROKES[n % len(STROKES)], _dash(n, curve)) for n, curve in enumerate(panel.curves)]
-    values = [v for c in panel.curves for part in (c.y, c.low or (), c.high or ()) for v in part if _is_number(v)]
+    values = [v for c in panel.curves for part in (c.y, c.low or (), c.high or ()) for v in part if is_number(v)]
     is_log = panel.log and any(value > 0 for value in values)
     values = [value for value in values if value > 0] if is_log else values
     if not values:
-        _nothing(paper, "no values yet")
+        say_instead(paper, "no values yet")
         return
     y = _y_axis(values, is_log, panel.unit, panel.most)
     frame = _frame(paper, panel.x, [x for curve in panel.curves for x in curve.x], y, panel.unit, names)
@@ -77,7 +76,7 @@ def draw_stack(paper: Paper, panel: Stack) -> None:
     """Parts that add up, as areas on top of each other."""
     parts = [[max(0.0, v) if v is not None and math.isfinite(v) else 0.0 for v in part.y] for part in panel.parts]
     if not panel.at or not parts:
-        _nothing(paper, "no values yet")
+        say_instead(paper, "no values yet")
         return
     names = [(part.name, FILLS[n % len(FILLS)], None) for n, part in enumerate(panel.parts)]
     whole = [sum(column) for column in zip(*parts, strict=True)]
@@ -95,86 +94,6 @@ def draw_stack(paper: Paper, panel: Stack) -> None:
     _draw_marks(paper, frame, panel.marks)
 
 
-def draw_heat(paper: Paper, panel: Heat) -> None:
-    """Rows over steps or time; on paper all layers, one below the other."""
-    for layer in panel.layers[:MOST_LAYERS]:
-        _draw_layer(paper, panel, layer)
-    if len(panel.layers) > MOST_LAYERS:
-        _nothing(paper, f"{len(panel.layers) - MOST_LAYERS} more layers are on the page")
-
-
-def heat_height(panel: Heat) -> float:
-    """Of one layer, in millimetres."""
-    return min(70.0, max(8.0, 3.6 * len(panel.rows)))
-
-
-def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
-    rows = len(panel.rows)
-    numbers = [value for row in layer.values for value in row if _is_number(value)]
-    if not numbers or not panel.at:
-        _nothing(paper, f"{layer.name}: no values yet")
-        return
-    height = heat_height(panel)
-    paper.need(height + 14)
-    low, high = min(0.0, *numbers), max(numbers)
-    top, left = paper.get_y() + 5.0, paper.left + LEFT + 6
-    width = paper.wide - LEFT - 6
-    paper.pen(7.5, INK, bold=True)
-    paper.word(paper.left, top - 1.6, layer.name, most=70)
-    _draw_scale(paper, low, high, layer.unit, top)
-    paper.filled(left, top, width, height, PALE)
-    count = len(panel.at)
-    columns = min(count, 240)
-    for number, row in enumerate(layer.values):
-        y, tall = top + height * number / rows, height / rows
-        shades = [_shade(row[n * count // columns : (n + 1) * count // columns], low, high) for n in range(columns)]
-        begin = 0
-        for end in range(1, columns + 1):
-            if end < columns and shades[end] == shades[begin]:
-                continue
-            if shades[begin] is not None:
-                # A little taller and wider than it is, else thin white lines show between cells.
-                box = (left + width * begin / columns, y, width * (end - begin) / columns + 0.05, tall + 0.05)
-                paper.set_fill_color(_cividis(shades[begin] or 0))
-                paper.rect(*box, style="F")
-            begin = end
-    paper.pen(6.5, QUIET)
-    every = max(1, math.ceil(rows / (height / 3.2)))
-    for number in range(0, rows, every):
-        middle = top + height * (number + 0.5) / rows
-        paper.word(left - 1.5, middle + 0.8, panel.rows[number], "right", most=LEFT + 4)
-    axis = _x_axis(panel.at)
-    draw_x_axis(paper, panel.x, axis, lambda value: left + width * axis.share(value), top + height)
-    paper.set_y(top + height + 7)
-
-
-def _draw_scale(paper: Paper, low: float, high: float, unit: str, top: float) -> None:
-    right, wide = paper.left + paper.wide, 28.0
-    paper.pen(6.5, QUIET)
-    right -= paper.word(right, top - 1.6, value_text(high, unit), "right") + 1.5
-    for shade in range(SHADES):
-        x = right - wide + wide * shade / SHADES
-        paper.set_fill_color(_cividis(shade))
-        paper.rect(x, top - 3.8, wide / SHADES + 0.05, 2.4, style="F")
-    paper.word(right - wide - 1.5, top - 1.6, value_text(low, unit), "right")
-
-
-def _shade(cells: Sequence[Number], low: float, high: float) -> int | None:
-    """Of the largest of some cells, so that no extreme is lost."""
-    numbers = [value for value in cells if value is not None and math.isfinite(value)]
-    if not numbers:
-        return None
-    return round((SHADES - 1) * (max(numbers) - low) / (high - low)) if high > low else 0
-
-
-def _cividis(shade: int) -> tuple[int, int, int]:
-    place = shade / (SHADES - 1) * (len(CIVIDIS) - 1)
-    first = min(int(place), len(CIVIDIS) - 2)
-    part = place - first
-    red, green, blue = (round(a + part * (b - a)) for a, b in zip(CIVIDIS[first], CIVIDIS[first + 1], strict=True))
-    return red, green, blue
-
-
 def _y_axis(values: list[float], is_log: bool, unit: str, most: float | None) -> Axis:
     if is_log:
         return Axis.over(values, True)
@@ -184,7 +103,8 @@ def _y_axis(values: list[float], is_log: bool, unit: str, most: float | None) ->
     return Axis.over(values, False, from_zero=bool(unit) or low < 0.4 * high)
 
 
-def _x_axis(values: Sequence[float]) -> Axis:
+def x_axis(values: Sequence[float]) -> Axis:
+    """An axis from the first to the last of some steps or moments."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     if high == low:
@@ -197,15 +117,13 @@ def _bar(x: float) -> list[float]:
     return [x - 0.5, x + 0.5]
 
 
-def _frame(
-    paper: Paper, x: str, at: Sequence[float], y: Axis, unit: str, names: list[tuple[str, str, Sequence[float] | None]]
-) -> Frame:
+def _frame(paper: Paper, x: str, at: Sequence[float], y: Axis, unit: str, names: Sequence[Name]) -> Frame:
     """Draw axes and the names of what is shown, and leave the paper below the chart."""
     paper.need(HEIGHT + 14)
     if len(names) > 1 or (names and not names[0][0].strip()):
         _draw_names(paper, names)
     top = paper.get_y() + 1.5
-    frame = Frame(_x_axis(at), y, paper.left + LEFT, top, paper.wide - LEFT - 2, HEIGHT)
+    frame = Frame(x_axis(at), y, paper.left + LEFT, top, paper.wide - LEFT - 2, HEIGHT)
     for value in y.ticks():
         if not -1e-6 <= y.share(value) <= 1 + 1e-6:
             continue
@@ -253,7 +171,7 @@ def _time_ticks(axis: Axis) -> list[tuple[float, str]]:
     return [(moment, moment_text(moment, form)) for moment in moments]
 
 
-def _draw_names(paper: Paper, names: list[tuple[str, str, Sequence[float] | None]]) -> None:
+def _draw_names(paper: Paper, names: Sequence[Name]) -> None:
     """What is what: a sample of each line or area, and its name."""
     x, y = paper.left, paper.get_y() + 2.6
     shown = names if len(names) <= MOST_NAMES else names[: MOST_NAMES - 1]
@@ -345,11 +263,13 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def _is_number(value: Number) -> bool:
+def is_number(value: Number) -> TypeGuard[float]:
+    """Whether there is a value that can be drawn."""
     return value is not None and math.isfinite(value)
 
 
-def _nothing(paper: Paper, text: str) -> None:
+def say_instead(paper: Paper, text: str) -> None:
+    """Where there is nothing to draw."""
     paper.pen(8, QUIET)
     paper.paragraph(text, 4)
     paper.ln(2)

@@ -115,8 +115,12 @@ class Paper(FPDF):
 
     def lines_of(self, text: str, width: float) -> list[str]:
         """A text, broken into lines."""
-        lines = self.multi_cell(width, 4, self.clean(text), align="L", dry_run=True, output="LINES")
-        return list(lines)
+        text = self.clean(text)
+        if "\n" not in text and self.get_string_width(text) <= width:
+            return [text]
+        lines = self.multi_cell(width, 4, text, align="L", dry_run=True, output="LINES")
+        assert isinstance(lines, list)
+        return lines
 
     def paragraph(self, text: str, height: float, x: float | None = None, width: float | None = None) -> None:
         """A text over as many lines and pages as it takes; goes on below it."""

@@ -10,6 +10,7 @@ GAP = 3.0
 LEAST_WIDTH = 8.0
 MOST_ROWS = 80
 MOST_LINES_OF_A_CELL = 6
+MOST_LETTERS_OF_A_CELL = 300
 MOST_LINES = 400
 
 
@@ -20,7 +21,7 @@ def draw_table(paper: Paper, panel: Table) -> None:
     _draw_head(paper, panel, widths)
     for number, row in enumerate(rows):
         paper.pen(SIZE, INK)
-        cells = [paper.lines_of(cell, width)[:MOST_LINES_OF_A_CELL] for cell, width in zip(row, widths, strict=False)]
+        cells = [paper.lines_of(cell[:MOST_LETTERS_OF_A_CELL], width)[:MOST_LINES_OF_A_CELL] for cell, width in zip(row, widths, strict=False)]
         height = TALL * max(map(len, cells), default=1) + 0.8
         if paper.room < height:
             paper.add_page()
@@ -88,7 +89,7 @@ def _widths(paper: Paper, panel: Table, rows: list[list[str]]) -> list[float]:
         widest = paper.get_string_width(paper.clean(name[:200]))
         paper.pen(SIZE, INK)
         cells = (row[column] for row in rows if column < len(row))
-        lines = (line for cell in cells for line in cell[:400].splitlines())
+        lines = (line for cell in cells for line in cell[:MOST_LETTERS_OF_A_CELL].splitlines())
         wanted.append(max([widest, LEAST_WIDTH, *(paper.get_string_width(paper.clean(line)) for line in lines)]) + 0.2)
     room = paper.wide - GAP * (len(wanted) - 1)
     if sum(wanted) <= room:
