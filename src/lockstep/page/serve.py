@@ -17,16 +17,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from lockstep import __version__
 from lockstep.errors import UserError, reason
 from lockstep.folder import EVENTS
-from lockstep.page.comparison import compare_runs
+from lockstep.page.build import page_of
 from lockstep.page.html import content_security_policy, page_html
 from lockstep.page.panels import Headline, Page, RunPage, as_json
 from lockstep.page.reading import RunReader
@@ -73,13 +72,12 @@ def follow(folders: Sequence[Path]) -> Build:
                 readers[folder] = RunReader(folder)
         for reader in readers.values():
             reader.read()
-        now = time.time()
-        runs = [readers[folder].page(now) if folder in readers else _waiting(folder) for folder in folders]
-        summaries = [reader.summary(now) for reader in readers.values()]
-        comparison = compare_runs(summaries) if len(runs) > 1 and len(summaries) == len(runs) else []
+        page = page_of([readers[folder] for folder in folders if folder in readers])
+        found = iter(page.runs)
+        runs = [next(found) if folder in readers else _waiting(folder) for folder in folders]
         # One that has failed or was stopped can be started again, and goes on in the same log.
         live = any(run.headline.state != "finished" for run in runs)
-        return Page(", ".join(run.name for run in runs), now, __version__, runs, comparison, live)
+        return replace(page, title=page.title or runs[0].name, runs=runs, live=live)
 
     return build
 
@@ -117,6 +115,7 @@ class Board(ThreadingHTTPServer):
     """Serves one page. `url` is what to open in a browser."""
 
     daemon_threads = True
+    request_queue_size = 128  # with five, a few browsers at once wait for a second
 
     def __init__(self, build: Build, host: str, port: int) -> None:
         self.address_family, address, self.is_loopback = _look_up(host)
@@ -204,7 +203,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_page(self, shown: Shown) -> None:
         html = page_html(shown.page, data_url=DATA)
         body = html.encode("utf-8", "replace")
-        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": content_security_policy(html)}
+        headers = {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Security-Policy": content_security_policy(live=True),
+        }
         if self._takes_gzip():
             body = gzip.compress(body, compresslevel=4)
             headers["Content-Encoding"] = "gzip"

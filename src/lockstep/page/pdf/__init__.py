@@ -184,8 +184,9 @@ def draw_panel(paper: Paper, panel: Panel) -> None:
     width = paper.word(paper.left, y, panel.title, most=paper.wide * 0.7)
     if isinstance(panel, Lines | Stack):
         paper.pen(7.5, QUIET)
-        scale = ", logarithmic" if isinstance(panel, Lines) and panel.log else ""
-        paper.word(paper.left + width + 3, y, f"{panel.y}{scale}", most=paper.wide - width - 3)
+        says_more = panel.y.lower() != panel.title.lower()
+        texts = [*[panel.y] * says_more, *["logarithmic"] * (isinstance(panel, Lines) and panel.log)]
+        paper.word(paper.left + width + 3, y, ", ".join(texts), most=paper.wide - width - 3)
     paper.set_y(y + 1.8)
     match panel:
         case Lines():

@@ -21,7 +21,10 @@ def draw_table(paper: Paper, panel: Table) -> None:
     _draw_head(paper, panel, widths)
     for number, row in enumerate(rows):
         paper.pen(SIZE, INK)
-        cells = [paper.lines_of(cell[:MOST_LETTERS_OF_A_CELL], width)[:MOST_LINES_OF_A_CELL] for cell, width in zip(row, widths, strict=False)]
+        cells = [
+            paper.lines_of(cell[:MOST_LETTERS_OF_A_CELL], width)[:MOST_LINES_OF_A_CELL]
+            for cell, width in zip(row, widths, strict=False)
+        ]
         height = TALL * max(map(len, cells), default=1) + 0.8
         if paper.room < height:
             paper.add_page()
