@@ -1,0 +1,112 @@
+"""The starts of a run: when each began and ended, how, and what it spent outside of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockstep.page.panels import State
+from lockstep.page.summary import AttemptSummary
+
+SILENCE = 600.0
+"""Seconds without an event after which a run that has not ended is lost: to load and compile may take minutes."""
+SILENT_STEPS = 20
+"""The same in steps, where these take long."""
+OVER = {
+    **dict.fromkeys(("TIMEOUT", "PREEMPTED", "CANCELLED", "COMPLETED"), "stopped"),
+    **dict.fromkeys(("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), "failed"),
+}
+"""What Slurm calls a job that is over, and what that means for an attempt that says nothing itself."""
+
+
+@dataclass
+class Started:
+    """What the `start` event of an attempt says."""
+
+    run: str
+    layout: str
+    world_size: int
+    nodes: int
+    device: str
+    precision: str
+    formats: Mapping[str, str]
+    versions: Mapping[str, str]
+    total_steps: int | None
+    steps_per_epoch: int | None
+    global_batch: int
+    micro_batch: int
+    item: str
+    parameters: int
+    resumed_from_step: int | None
+
+
+@dataclass
+class Attempt:
+    """One start of the run, as far as it was read."""
+
+    number: int
+    begin: float = math.inf
+    end: float = -math.inf
+    started: Started | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    first_done: float = 0.0
+    """When the first step ended, and how long it took."""
+    first_seconds: float = 0.0
+    last_word: str = ""
+    """The kind of the event that says how it ended: "end", "stop" or "failure"."""
+    ending: State | None = None
+    restarts: bool = False
+    """Whether its failure says that another attempt follows."""
+    why: str = ""
+    job: str = ""
+    job_state: str = ""
+    """Where Slurm says that the job of this attempt is over."""
+    validation: float = 0.0
+    stalls: float = 0.0
+    told_steps: int = 0
+    """Of how many steps the ranks have told, how long these were, and how much of it was what: means over ranks."""
+    told_seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    joules: dict[str, float | None] = field(default_factory=dict)
+    """Of every host, until the last look."""
+
+    @property
+    def seconds(self) -> float:
+        """From its first event to its last."""
+        return max(0.0, self.end - self.begin)
+
+    def seen(self, time: float) -> None:
+        """Something of it happened at this time."""
+        self.begin, self.end = min(self.begin, time), max(self.end, time)
+
+    def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
+        """How it ended, or that it still runs."""
+        silent = now - self.end > max(SILENCE, SILENT_STEPS * step_seconds)
+        if self.ending is not None:
+            return "running" if self.restarts and is_last and not silent else self.ending
+        if self.job_state in OVER:
+            return "stopped" if OVER[self.job_state] == "stopped" else "failed"
+        return "running" if is_last and not silent else "lost"
+
+    def summary(self, now: float, step_seconds: float, *, is_last: bool) -> AttemptSummary:
+        """For those who only want to know."""
+        state = self.stands(now, step_seconds, is_last=is_last)
+        why = self.why
+        if not why and state == "lost":
+            why = "no event tells how it ended: it was killed, or lost its disk"
+        elif not why and self.job_state:
+            why = f"Slurm says that job {self.job} is {self.job_state}"
+        return AttemptSummary(
+            number=self.number,
+            begin=self.begin,
+            end=self.end,
+            state=state,
+            layout=self.started.layout if self.started else "",
+            world_size=self.started.world_size if self.started else 0,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            why=why,
+            job=self.job,
+        )

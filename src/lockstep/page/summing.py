@@ -1,0 +1,206 @@
+"""A run in numbers: every field of `Summary`, from what was read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.page.attempts import Attempt
+from lockstep.page.digest import Digest
+from lockstep.page.panels import State
+from lockstep.page.series import Array
+from lockstep.page.steps import Columns
+from lockstep.page.summary import Compared, Summary, TimeSpent
+
+WARM_UP = 2
+"""The first steps of an attempt, which compile and fill caches: left out of medians where there are others."""
+PARTS = {"input": "input", "wait": "communication", "optimizer": "optimizer", "between": "between"}
+"""What the ranks call it, and the summary."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How much of what the devices can do was done."""
+
+    flops_per_second: float | None
+    peak_flops: float | None
+    source: str
+    mfu: float | None
+    reason: str
+
+
+def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
+    """The run as it stands `now`; `changed` is when the log was last written, for one without any event."""
+    columns = digest.steps.columns()
+    kept = columns.where(columns.kept)
+    counted = kept.where(kept.skipped == 0)
+    attempts = [digest.attempts[number] for number in sorted(digest.attempts)]
+    began = [attempt for attempt in attempts if math.isfinite(attempt.begin)]
+    started = next((one.started for one in reversed(attempts) if one.started), None)
+    step_seconds, rate = typical(columns)
+    told = [one.summary(now, step_seconds or 0.0, is_last=one is began[-1]) for one in began]
+    begin = digest.first_time if digest.events else changed or now
+    end = max((one.end for one in began), default=begin)
+    efficiency = _efficiency(digest, step_seconds)
+    kwh, kwh_reason = _energy(began)
+    finite_losses = math.isfinite(kept.loss[-1]) if len(kept) else False
+    best = digest.best[-1] if digest.best else (None, None)
+    ranks = digest.machines.with_processes(digest.ranks.summaries())
+    return Summary(
+        name=started.run if started and started.run else name,
+        state=told[-1].state if told else _state_before(changed, now),
+        layout=started.layout if started else "",
+        world_size=started.world_size if started else 0,
+        nodes=started.nodes if started else 0,
+        device=started.device if started else "",
+        precision=started.precision if started else "",
+        parameters=started.parameters if started else 0,
+        item=started.item if started else "samples",
+        steps=int(kept.step[-1]) if len(kept) else 0,
+        total_steps=started.total_steps if started else None,
+        begin=begin,
+        end=end,
+        attempts=told,
+        spent=time_spent(digest, columns, began, end - begin),
+        loss=float(kept.loss[-1]) if finite_losses else None,
+        best_step=best[0],
+        best_loss=best[1],
+        test_loss=digest.test[1] if digest.test and math.isfinite(digest.test[1]) else None,
+        step_seconds=step_seconds,
+        items_per_second=rate,
+        items=int(np.nansum(counted.items)),
+        padding=int(np.nansum(counted.padding)),
+        trained=float(np.nansum(counted.weight)),
+        flops_per_second=efficiency.flops_per_second,
+        peak_flops=efficiency.peak_flops,
+        peak_source=efficiency.source,
+        mfu=efficiency.mfu,
+        mfu_reason=efficiency.reason,
+        device_hours=sum(one.started.world_size * one.seconds for one in began if one.started) / 3600,
+        kwh=kwh,
+        kwh_reason=kwh_reason,
+        memory=int(digest.ranks.most_memory) or None,
+        predicted_step=_compared(digest, "step", step_seconds),
+        predicted_memory=_compared(digest, "memory", None),
+        ranks=ranks,
+        hosts=digest.machines.hosts(Counter(one.host for one in ranks)),
+        gpus=digest.machines.gpus(),
+        stragglers=list(digest.stragglers.values()),
+        checkpoints=digest.checkpoints,
+        checkpoint_stalls=digest.stalls,
+        checkpoint_bytes=digest.largest,
+        alarms=digest.alarm_count,
+        skipped_steps=int((kept.skipped != 0).sum()),
+        warnings=digest.warning_count,
+        saved_step=digest.saved[-1].step if digest.saved else None,
+        steps_per_epoch=started.steps_per_epoch if started else None,
+        global_batch=started.global_batch if started else None,
+        micro_batch=digest.micro_batch or (started.micro_batch if started else None),
+    )
+
+
+def _state_before(changed: float, now: float) -> State:
+    """Of a run that has said nothing yet."""
+    return Attempt(1, changed, changed).stands(now, 0.0, is_last=True)
+
+
+def typical(columns: Columns) -> tuple[float | None, float | None]:
+    """Seconds, and items a second, of the median step of the last attempt that did any."""
+    if not len(columns):
+        return None, None
+    last = columns.where(columns.attempt == columns.attempt[-1])
+    warm = last.where(np.arange(len(last)) >= min(WARM_UP, len(last) - 1))
+    seconds = float(np.median(warm.seconds))
+    rates = warm.items[warm.seconds > 0] / warm.seconds[warm.seconds > 0]
+    rates = rates[np.isfinite(rates)]
+    return seconds, float(np.median(rates)) if len(rates) else None
+
+
+def time_spent(digest: Digest, columns: Columns, attempts: Sequence[Attempt], whole: float) -> TimeSpent:
+    """Where the time went. What no event accounts for is `other`, so that all of it together is the whole time."""
+    spent = dict.fromkeys(vars(TimeSpent()), 0.0)
+    kept = columns.kept & (columns.skipped == 0)
+    end_before = digest.first_time
+    for attempt in attempts:
+        own = columns.attempt == attempt.number
+        seconds = columns.seconds[own]
+        excess = _warm_up(seconds)
+        starting = attempt.first_done - attempt.first_seconds - attempt.begin
+        spent["starting"] += max(0.0, starting) + excess if len(seconds) else attempt.seconds
+        spent["repeated"] += float(columns.seconds[own & ~kept].sum())
+        _share_out(spent, attempt, float(columns.seconds[own & kept].sum()), excess)
+        spent["validation"] += attempt.validation
+        spent["checkpoints"] += attempt.stalls
+        spent["stopped"] += max(0.0, attempt.begin - end_before)
+        end_before = max(end_before, attempt.end)
+    spent["other"] = max(0.0, whole - sum(spent.values()))
+    return TimeSpent(**spent)
+
+
+def _warm_up(seconds: Array) -> float:
+    """What the first step of an attempt took longer than its median one: to compile, to fill caches."""
+    return max(0.0, float(seconds[0] - np.median(seconds[1:]))) if len(seconds) > 1 else 0.0
+
+
+def _share_out(spent: dict[str, float], attempt: Attempt, in_steps: float, excess: float) -> None:
+    """The time in steps that count, by what the ranks say of a mean step: all of it useful where they say nothing."""
+    left = in_steps = max(0.0, in_steps - excess)
+    for part, name in PARTS.items():
+        share = attempt.parts.get(part, 0.0) / attempt.told_seconds if attempt.told_seconds > 0 else 0.0
+        taken = min(left, in_steps * share)
+        spent[name] += taken
+        left -= taken
+    spent["useful"] += left
+
+
+def _efficiency(digest: Digest, step_seconds: float | None) -> Efficiency:
+    """MFU: operations of the model over what all ranks' devices can do in the same time. Above 1 it is an error."""
+    last = next((one for one in reversed(list(digest.attempts.values())) if one.started and one.first_step), None)
+    per_sample, peak = digest.flops.get("per_sample"), digest.flops.get("peak")
+    source, reason = str(digest.flops.get("source", "")), str(digest.flops.get("reason", ""))
+    if not digest.flops:
+        return Efficiency(None, None, "", None, "the run does not say how many operations a sample costs")
+    if last is None or last.started is None or not step_seconds:
+        return Efficiency(None, None, source, None, reason or "no step is done yet")
+    rate = per_sample * last.started.global_batch / step_seconds if isinstance(per_sample, float) else None
+    most = peak * last.started.world_size if isinstance(peak, float) and peak > 0 else None
+    if rate is None or most is None:
+        return Efficiency(rate, most, source, None, reason or "operations or peak are not known")
+    mfu = rate / most
+    if mfu > 1:
+        wrong = (
+            f"ERROR: {100 * mfu:.0f} % of the peak cannot be. The peak ({source or 'of no source'}) or the operations "
+            "counted for a sample are wrong"
+        )
+        return Efficiency(rate, most, source, None, wrong)
+    return Efficiency(rate, most, source, mfu, reason)
+
+
+def _energy(attempts: Sequence[Attempt]) -> tuple[float | None, str]:
+    """What the hosts used up in all attempts, and whom that leaves out."""
+    joules = [value for one in attempts for value in one.joules.values() if value is not None]
+    unknown = {host: None for one in attempts for host, value in one.joules.items() if value is None}
+    silent = [str(one.number) for one in attempts if not one.joules and one.first_step is not None]
+    if not joules:
+        if unknown:
+            return None, "nobody measures the power of these hosts"
+        return None, "no event tells what the hosts used up"
+    left_out = []
+    if unknown:
+        names = list(unknown)
+        left_out.append(f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, whose power nobody measures")
+    if silent:
+        left_out.append(f"attempt{'s' * (len(silent) > 1)} {', '.join(silent[:8])}, which told nothing of it")
+    return sum(joules) / 3.6e6, f"without {' and '.join(left_out)}" if left_out else ""
+
+
+def _compared(digest: Digest, what: str, measured: float | None) -> Compared | None:
+    """Prediction and measurement; before the run has compared them itself, with the median step so far."""
+    found = digest.prediction.get(what)
+    if found is None or digest.measured_by_run or not measured:
+        return found
+    return Compared(found.predicted, measured, found.predicted / measured - 1)
