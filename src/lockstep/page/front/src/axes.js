@@ -1,0 +1,103 @@
+// What stands beside the axes of a chart: steps, times or numbers of ranks below, amounts on the left.
+import { TIME_STEPS, isByClock, momentText, timeSplits, timeTexts } from "./clock.js";
+import { axisTexts, grouped, logTexts } from "./format.js";
+import { ink } from "./theme.js";
+
+const FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif';
+const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
+
+// One place on the x axis in words. Charts over time count from the start of the run.
+export function placeText(kind, x, start) {
+  if (kind === "time") return momentText(x + start, start);
+  return kind === "ranks" ? `${grouped(x)} ${x === 1 ? "rank" : "ranks"}` : `step ${grouped(x)}`;
+}
+
+export function placeHeading(kind) {
+  if (kind === "time") return isByClock() ? "time" : "time since the start";
+  return kind === "ranks" ? "ranks" : "step";
+}
+
+export function xAxis(kind, start, xs) {
+  const axis = { ...common(), label: kind === "time" ? undefined : placeHeading(kind), labelSize: 22, labelGap: 0, labelFont: FONT, space: kind === "time" ? 90 : 70, size: 34 };
+  if (kind === "time") {
+    axis.incrs = TIME_STEPS;
+    axis.space = () => (isByClock() ? 130 : 90);
+    axis.splits = (_, __, low, high, step) => timeSplits(low, high, step, start);
+    axis.values = (_, splits, __, ___, step) => timeTexts(splits, step, start);
+  } else {
+    axis.incrs = WHOLE;
+    axis.values = (_, splits) => splits.map((value) => grouped(value));
+    const places = [...new Set(xs)];
+    if (kind === "ranks" && places.length <= 12) axis.splits = () => places;
+  }
+  return axis;
+}
+
+export function yAxis(unit, isLog) {
+  return {
+    ...common(),
+    size: (chart, values) => (values === null ? 50 : widest(chart, values) + 16),
+    space: 44,
+    values: (_, splits) => (isLog ? logTexts(decades(splits), unit) : axisTexts(splits, unit)),
+  };
+}
+
+function common() {
+  return {
+    font: FONT,
+    stroke: () => ink("quiet"),
+    grid: { stroke: () => ink("grid"), width: 1 },
+    ticks: { stroke: () => ink("grid"), width: 1, size: 5 },
+    gap: 6,
+  };
+}
+
+function widest(chart, values) {
+  chart.ctx.save();
+  chart.ctx.font = FONT;
+  const width = Math.max(...values.map((text) => chart.ctx.measureText(text ?? "").width));
+  chart.ctx.restore();
+  return Math.ceil(width);
+}
+
+// On a logarithmic axis uPlot offers 1 to 9 times every power of ten: name those there is room for.
+function decades(splits) {
+  const powers = splits.filter((value) => value !== null && isPower(value)).length;
+  return splits.map((value) => {
+    if (value === null) return null;
+    if (isPower(value)) return value;
+    const digit = Number(value.toExponential(6).split("e")[0]);
+    return powers <= 2 && (digit === 2 || digit === 5) ? value : powers <= 1 && splits.length < 8 ? value : null;
+  });
+}
+
+function isPower(value) {
+  const power = Math.log10(value);
+  return Math.abs(power - Math.round(power)) < 1e-9;
+}
+
+// The ends of the x axis; one place alone gets some room.
+export function xRange(low, high) {
+  if (low === null || low === undefined) return [0, 1];
+  if (low === high) return [low - 1, high + 1];
+  return [low, high];
+}
+
+// The ends of the y axis. An amount begins at 0, a bare number (a loss) where its values are.
+export function yRange(low, high, { unit, most, isStacked }) {
+  if (low === null || low === undefined || !Number.isFinite(low)) return [0, most ?? 1];
+  if (unit !== "" || isStacked) {
+    const bottom = Math.min(0, low * 1.05);
+    if (most !== null && most !== undefined && high <= most * 1.0001) return [bottom, most];
+    return [bottom, high > 0 ? high * 1.06 : bottom < 0 ? 0 : 1];
+  }
+  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
+}
+
+// A logarithmic axis with room above and below.
+export function logRange(low, high) {
+  if (low === null || low === undefined || low <= 0) return [0.1, 1];
+  return [low / 1.15, high * 1.15];
+}
+

@@ -1,0 +1,59 @@
+// A picture of our own that is drawn anew when its room, the colours or the clock change.
+import { onClock } from "./clock.js";
+import { make } from "./dom.js";
+import { onTheme } from "./theme.js";
+
+const PRINTED_WIDTH = 680;
+const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+// `draw(width)` gives the nodes; `move(right, down)` is told of arrow keys, `point(event or null)` of the mouse.
+export function drawing(draw, { move = null, point = null, className }) {
+  const element = make("div", { class: `drawing ${className}`, role: "img", tabindex: move ? "0" : null });
+  let width = 0;
+
+  function redraw() {
+    if (width > 0) element.replaceChildren(...draw(width));
+  }
+  function fit() {
+    const room = Math.floor(element.clientWidth);
+    if (room === width || room === 0) return;
+    width = room;
+    redraw();
+  }
+  function toPaper() {
+    width = PRINTED_WIDTH;
+    redraw();
+  }
+  element.addEventListener("keydown", (event) => {
+    const step = STEPS[event.key];
+    if (!step || !move || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    move(...step.map((part) => part * (event.shiftKey ? 10 : 1)));
+  });
+  if (point) {
+    element.addEventListener("pointermove", point);
+    element.addEventListener("pointerdown", point);
+    element.addEventListener("pointerleave", () => point(null));
+  }
+  const watcher = new ResizeObserver(() => requestAnimationFrame(fit));
+  watcher.observe(element);
+  const forget = [onTheme(redraw), onClock(redraw)];
+  addEventListener("beforeprint", toPaper);
+  addEventListener("afterprint", fit);
+
+  return {
+    element,
+    redraw,
+    setLabel: (text) => element.setAttribute("aria-label", text),
+    remove() {
+      watcher.disconnect();
+      forget.forEach((end) => end());
+      removeEventListener("beforeprint", toPaper);
+      removeEventListener("afterprint", fit);
+    },
+  };
+}
+
+export function between(value, least, most) {
+  return Math.max(least, Math.min(most, value));
+}

@@ -1,0 +1,95 @@
+// Numbers as people read them, like lockstep/amounts.py.
+
+const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
+const BYTES = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
+const SECONDS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+const NONE = "–";
+// From here on the digits that are written say that it is the next unit.
+const ROUNDED_UP = 0.9995;
+const HUNDRED = [[0.01, "%"]];
+
+function scales(unit) {
+  if (unit === "B" || unit === "B/s") return BYTES.map(([size, name]) => [size, unit === "B" ? name : `${name}/s`]);
+  if (unit === "s") return SECONDS;
+  if (unit === "share") return HUNDRED;
+  if (unit === "items") return [[1, ""]];
+  return PREFIXES.map(([size, name]) => [size, name + unit]);
+}
+
+function scaleOf(size, unit) {
+  const known = scales(unit);
+  return known.find(([least]) => size >= ROUNDED_UP * least) ?? known.at(-1);
+}
+
+// Few digits, and no exponent where it can be helped.
+export function plain(value, digits = 4) {
+  if (value === null || value === undefined) return NONE;
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size >= 1e9 || size < 1e-4) return value.toExponential(digits - 2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 10 ** (digits - 1)) return grouped(Math.round(value));
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function grouped(value) {
+  const [whole, rest] = String(value).split(".");
+  const text = whole.replace(/\B(?=(\d{3})+$)/g, ",");
+  return rest === undefined ? text : `${text}.${rest}`;
+}
+
+// One value with its unit: "34.2 ms", "93.1 %", "12.3 k/s".
+export function amount(value, unit) {
+  if (value === null || value === undefined) return NONE;
+  if (unit === "") return plain(value);
+  if (unit === "items") return grouped(value);
+  if (value === 0) return `0 ${unit === "share" ? "%" : unit}`;
+  if (unit === "s" && Math.abs(value) >= 60) return duration(value);
+  const [size, name] = scaleOf(Math.abs(value), unit);
+  return `${plain(value / size, 3)} ${name}`.trim();
+}
+
+// The labels of an axis: all in one unit, all with as many digits as their distance needs.
+export function axisTexts(values, unit) {
+  const most = Math.max(...values.filter((value) => value !== null).map(Math.abs), 0);
+  const isNarrow = unit === "" && most < 1e5;
+  const [size, name] = isNarrow || most === 0 ? [1, unit === "share" ? "%" : unit] : scaleOf(most, unit);
+  const scale = unit === "share" ? 0.01 : size;
+  const shown = values.filter((value) => value !== null).map((value) => value / scale);
+  const distance = shown.length > 1 ? Math.min(...shown.slice(1).map((value, at) => Math.abs(value - shown[at]))) : 0;
+  const digits = distance > 0 ? Math.max(0, Math.min(9, -Math.floor(Math.log10(distance) + 1e-9))) : 2;
+  return values.map((value) => {
+    if (value === null) return "";
+    if (Math.abs(value) < distance * scale * 1e-6) return "0";
+    if (unit === "" && Math.abs(value) < 1e-4) return plain(value, 3);
+    return `${grouped(trimmed(value / scale, digits))} ${name}`.trim();
+  });
+}
+
+// With decades on the axis every value gets its own unit.
+export function logTexts(values, unit) {
+  return values.map((value) => (value === null ? "" : amount(Number(value.toPrecision(3)), unit)));
+}
+
+function trimmed(value, digits) {
+  const fits = [digits, digits + 1, digits + 2].find((count) => Math.abs(Number(value.toFixed(count)) - value) < 1e-9);
+  return (Math.abs(value) < 1e-12 ? 0 : value).toFixed(Math.min(fits ?? digits, 20));
+}
+
+// "1:02:05" would not say what it counts: "1 h 2 min".
+export function duration(seconds) {
+  const whole = Math.round(Math.abs(seconds));
+  const sign = seconds < 0 ? "−" : "";
+  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const first = parts.findIndex(([count]) => count > 0);
+  if (first < 0) return "0 s";
+  return sign + parts.slice(first, first + 2).filter(([count]) => count > 0).map(([count, name]) => `${count} ${name}`).join(" ");
+}
+
+export function percent(share) {
+  if (share > 0 && share < 0.0005) return "< 0.1 %";
+  return `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
+}
+
+export function ago(seconds) {
+  return seconds < 1 ? "now" : `${duration(seconds)} ago`;
+}

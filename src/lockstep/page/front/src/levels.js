@@ -1,0 +1,9 @@
+// The signs that tell states and levels apart without colour.
+import { make } from "./dom.js";
+
+export const STATE_SIGNS = { running: "▶", finished: "✓", stopped: "■", failed: "✕", lost: "?" };
+const LEVEL_SIGNS = { good: "✓", info: "•", warning: "▲", error: "✕" };
+
+export function levelMark(level) {
+  return make("span", { class: "level-mark", "aria-hidden": "true" }, LEVEL_SIGNS[level] ?? "•");
+}

@@ -1,0 +1,81 @@
+// From a panel of lines or of a stack to what a chart draws: one x for all, and the values of each curve over it.
+import uPlot from "uplot";
+
+// `curves` have a name, a style and the columns of `columns` that are theirs; `own` are the values to be told.
+export function linesModel(panel, { start, isLog }) {
+  const tables = panel.curves.map((curve) => [
+    panel.x === "time" ? curve.x.map((x) => x - start) : curve.x,
+    ...[curve.y, curve.low, curve.high].filter((values) => values).map((values) => (isLog ? values.map(abovezero) : values)),
+  ]);
+  const columns = tables.length > 0 ? uPlot.join(tables) : [[]];
+  let next = 1;
+  const curves = panel.curves.map((curve) => {
+    const at = next;
+    const hasBand = Boolean(curve.low && curve.high);
+    next += hasBand ? 3 : 1;
+    return { name: curve.name, style: curve.style, at, low: hasBand ? at + 1 : null, high: hasBand ? at + 2 : null };
+  });
+  const lost = isLog ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0) : 0;
+  return { columns, curves, own: curves.map((curve) => columns[curve.at]), lost };
+}
+
+function abovezero(value) {
+  return value !== null && value > 0 ? value : null;
+}
+
+// Areas on top of one another, without those that are hidden. The last part is the uppermost and drawn first.
+export function stackModel(panel, { start, hidden }) {
+  const xs = panel.x === "time" ? panel.at.map((x) => x - start) : panel.at;
+  const sums = xs.map(() => 0);
+  const own = panel.parts.map((part) => part.y);
+  const tops = panel.parts.map((part) =>
+    part.y.map((value, at) => {
+      if (panel.parts.every((other) => other.y[at] === null)) return null;
+      if (!hidden.has(part.name)) sums[at] += value ?? 0;
+      return sums[at];
+    }),
+  );
+  const curves = panel.parts.map((part, number) => ({ name: part.name, style: "area", at: panel.parts.length - number, low: null, high: null }));
+  return { columns: [xs, ...tops.reverse()], curves, own, total: sums, lost: 0 };
+}
+
+// Values with nothing beside them: no line goes through them, so that they need a dot.
+export function lonely(values) {
+  const found = [];
+  let before = null;
+  for (let at = 0; at < values.length; at++) {
+    if (values[at] === undefined) continue;
+    if (values[at] !== null && before === null) {
+      let next = at + 1;
+      while (next < values.length && values[next] === undefined) next++;
+      if (next >= values.length || values[next] === null) found.push(at);
+    }
+    before = values[at];
+  }
+  return found;
+}
+
+// The place nearest to `at` where a curve has a value, within the curve's own ends.
+export function nearest(values, at) {
+  if (values[at] !== undefined) return at;
+  let [left, right] = [at, at];
+  while (left >= 0 && values[left] === undefined) left--;
+  while (right < values.length && values[right] === undefined) right++;
+  if (left < 0 || right >= values.length) return null;
+  return at - left <= right - at ? left : right;
+}
+
+export function lastOf(values) {
+  for (let at = values.length - 1; at >= 0; at--) if (values[at] !== null && values[at] !== undefined) return at;
+  return null;
+}
+
+export function ends(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value === null || value === undefined) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : null;
+}

@@ -1,0 +1,79 @@
+// Tables and texts as they are, and a whole cut into shares.
+import { make, setText } from "../dom.js";
+import { amount, percent } from "../format.js";
+import { colour, onTheme } from "../theme.js";
+import { table } from "../tables.js";
+
+const GOOD = [2, 0, 8];
+const LOST = [1, 3, 4, 7, 6, 5];
+const ROOM_FOR_NAME = 0.09;
+
+export function tablePanel(first) {
+  const element = make("div");
+  const update = (panel) => element.replaceChildren(table(
+    { columns: panel.columns, right: panel.right, count: panel.rows.length, row: (number) => panel.rows[number] }, panel.title));
+  update(first);
+  return { element, update };
+}
+
+export function textPanel(first) {
+  const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": first.title });
+  const update = (panel) => {
+    if (panel.language === "toml") element.replaceChildren(...panel.text.split("\n").map(tomlLine));
+    else setText(element, panel.text);
+  };
+  update(first);
+  return { element, update };
+}
+
+function tomlLine(line) {
+  const [, name, rest] = /^(\s*[\w."-]+\s*)(=.*)$/.exec(line) ?? [];
+  const isHeading = /^\s*\[/.test(line);
+  const parts = isHeading ? [make("b", {}, line)] : name ? [make("span", { class: "toml-name" }, name), rest] : [line];
+  return make("span", { class: /^\s*#/.test(line) ? "toml-note" : null }, ...parts, "\n");
+}
+
+export function sharesPanel(first) {
+  const bar = make("div", { class: "shares-bar", role: "img" });
+  const list = make("ul", { class: "shares-list" });
+  const element = make("div", { class: "shares" }, bar, list);
+  let panel = first;
+
+  function draw() {
+    const whole = panel.parts.reduce((sum, part) => sum + part.amount, 0);
+    const colours = pick(panel.parts);
+    const shown = panel.parts.map((part, number) => ({ ...part, share: whole > 0 ? part.amount / whole : 0, colour: colours[number] })).filter((part) => part.amount > 0);
+    const text = (part) => `${part.name} ${percent(part.share)}`;
+    bar.setAttribute("aria-label", `${panel.title}: ${shown.map((part) => `${text(part)} (${amount(part.amount, panel.unit)}${part.good ? ", useful" : ""})`).join(", ")}.`);
+    bar.replaceChildren(...shown.map((part) => {
+      const piece = make("div", { class: part.good ? "share" : "share share-lost" }, part.share >= ROOM_FOR_NAME ? text(part) : "");
+      piece.style.flexGrow = String(part.share);
+      piece.style.backgroundColor = colour(part.colour);
+      piece.title = text(part);
+      return piece;
+    }));
+    list.replaceChildren(...shown.map((part) => {
+      const key = make("span", { class: part.good ? "swatch" : "swatch share-lost" });
+      key.style.backgroundColor = colour(part.colour);
+      return make("li", {}, key, make("span", { class: "share-name" }, part.name), make("span", { class: "share-amount" }, amount(part.amount, panel.unit)),
+        make("span", { class: "share-part" }, percent(part.share)), part.note ? make("span", { class: "share-note" }, part.note) : null);
+    }));
+  }
+
+  const forget = onTheme(draw);
+  draw();
+  return {
+    element,
+    update(newPanel) {
+      panel = newPanel;
+      draw();
+    },
+    remove: forget,
+  };
+}
+
+// Useful parts in the cool colours, lost ones in the others, which are also hatched.
+function pick(parts) {
+  let [good, lost] = [0, 0];
+  return parts.map((part) => (part.good ? GOOD[good++ % GOOD.length] : LOST[lost++ % LOST.length]));
+}

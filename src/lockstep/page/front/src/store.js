@@ -1,0 +1,17 @@
+// What a person has chosen, kept for the next page. A browser may forbid that: then it is forgotten.
+
+export function remembered(name) {
+  try {
+    return localStorage.getItem(`lockstep-${name}`);
+  } catch {
+    return null;
+  }
+}
+
+export function remember(name, value) {
+  try {
+    localStorage.setItem(`lockstep-${name}`, value);
+  } catch {
+    // Chosen for this page alone.
+  }
+}
