@@ -110,8 +110,7 @@ def existing_run(path: Path) -> Path:
         runs = [one for place in places for one in sorted(place.iterdir()) if (one / EVENTS).is_file()]
     except OSError as error:
         raise UserError(f"cannot read the run folder {path}", reason(error)) from None
-    close = nearest(path.name, [one.name for one in runs])
-    meant = next((str(one) for one in runs if one.name == close), None)
+    meant = nearest(str(path), map(str, runs)) or next((str(one) for one in runs if one.name == path.name), None)
     fix = f"did you mean {meant}?" if meant else f"there is {', '.join(map(str, runs[-8:]))}" if runs else "train one"
     raise UserError(f"there is no run {path}", fix)
 

@@ -19,7 +19,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.page.panels import Page, as_json
 from lockstep.page.serve import Board, LivePage, follow, open_board
-from tests.sample_page import HOSTILE, sample_page
+from tests.browser.example import example_page, hostile_page
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Answer:
 
 
 @contextmanager
-def serving(build: Callable[[], Page] = sample_page, host: str = "127.0.0.1") -> Iterator[Board]:
+def serving(build: Callable[[], Page] = example_page, host: str = "127.0.0.1") -> Iterator[Board]:
     with open_board(build, host, 0) as board:
         thread = threading.Thread(target=board.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -72,7 +72,7 @@ def test_the_page_and_its_data_are_there(board: Board) -> None:
     assert page.body.startswith(b"<!doctype html>")
     assert b"data.json" in page.body
     assert (data.status, data.headers["content-type"]) == (200, "application/json")
-    assert json.loads(data.body) == json.loads(json.dumps(as_json(sample_page())))
+    assert json.loads(data.body) == json.loads(json.dumps(as_json(example_page())))
 
 
 @pytest.mark.parametrize("path", ["/", "/data.json", "/nothing"])
@@ -170,7 +170,7 @@ def test_many_at_once_get_the_same_page_that_was_built_once(monkeypatch: pytest.
     def build() -> Page:
         built.append(time.monotonic())
         time.sleep(0.2)
-        return sample_page(name=HOSTILE)
+        return hostile_page()
 
     with serving(build) as board, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: ask(board, "/data.json"), range(48)))
@@ -186,7 +186,7 @@ def test_a_page_is_built_again_after_a_second_and_later_where_that_takes_long(mo
     def build() -> Page:
         clock[0] += 0.1 if len(built) < 2 else 3.0
         built.append(clock[0])
-        return replace(sample_page(steps=1), title=str(len(built)))
+        return replace(example_page(steps=1), title=str(len(built)))
 
     monkeypatch.setattr("lockstep.page.serve.time.monotonic", lambda: clock[0])
     page = LivePage(build)
@@ -202,7 +202,7 @@ def test_a_page_is_built_again_after_a_second_and_later_where_that_takes_long(mo
 
 def test_when_a_page_was_made_is_no_news() -> None:
     made = iter([1.0, 2.0, 3.0])
-    page = LivePage(lambda: replace(sample_page(steps=1), made=next(made)))
+    page = LivePage(lambda: replace(example_page(steps=1), made=next(made)))
     first = page.newest()
     page._due = 0.0
     assert page.newest() is first
@@ -214,7 +214,7 @@ def test_a_page_that_cannot_be_made_is_one_sentence_and_the_next_may_do_better()
     def build() -> Page:
         if fails.pop() if fails else False:
             raise UserError("the log is gone", "bring it back")
-        return sample_page(steps=1)
+        return example_page(steps=1)
 
     with serving(build) as board:
         first, second = ask(board, "/data.json"), ask(board, "/data.json")
@@ -242,7 +242,7 @@ def test_on_other_addresses_all_is_below_a_secret() -> None:
 
 
 def test_loopback_has_no_secret_and_goes_by_its_name() -> None:
-    with open_board(sample_page, "localhost", 0) as board:
+    with open_board(example_page, "localhost", 0) as board:
         assert (board.is_loopback, board.token, board.url) == (True, "", f"http://localhost:{board.port}/")
 
 
@@ -252,16 +252,16 @@ def test_a_port_that_is_taken_is_refused_and_without_one_the_next_is_used(monkey
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port} .*in use.*: give another --port"):
-            open_board(sample_page, port=port)
+            open_board(example_page, port=port)
         monkeypatch.setattr("lockstep.page.serve.USUAL_PORT", port)
-        with open_board(sample_page) as board:
+        with open_board(example_page) as board:
             assert port < board.port < port + 100
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "999.1.1.1", "a b", "x" * 300, "192.0.2.1"])
 def test_a_host_that_is_not_this_machine_is_refused(host: str) -> None:
     with pytest.raises(UserError, match="--host"):
-        open_board(sample_page, host, 0)
+        open_board(example_page, host, 0)
 
 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 from pathlib import Path
@@ -34,8 +33,7 @@ def board_command(
             board.page.newest()
         terminal.print(f"{', '.join(map(str, folders))}: {board.url}", markup=False, soft_wrap=True)
         if os.environ.get("SSH_CONNECTION") and board.is_loopback:
-            there = f"{getpass.getuser()}@{socket.gethostname()}"
-            tunnel = f"ssh -N -L {board.port}:127.0.0.1:{board.port} {there}"
+            tunnel = f"ssh -N -L {board.port}:127.0.0.1:{board.port} {socket.gethostname()}"
             terminal.print(f"from your own machine: {tunnel}, then open it there", markup=False, soft_wrap=True)
         terminal.print("Ctrl-C ends it; the run goes on", style="dim")
         if open_:

@@ -16,7 +16,7 @@ HEIGHT = 38.0
 LEFT = 17.0
 """Room for what stands beside the y axis."""
 MOST_NAMES = 24
-COLUMNS = 400
+COLUMNS = 250
 """So many points a curve has at least before some are left out: the smallest and the largest of each stay."""
 DASHES = ((), (1.6, 0.8), (0.5, 0.7))
 SECONDS_OF_TICKS = (

@@ -95,8 +95,9 @@ def _draw_attempts(paper: Paper, panel: Timeline, left_out: int) -> None:
     for moment in panel.moments:
         if moment.attempt in rows and low <= moment.time <= high:
             x, y = left + width * axis.share(moment.time), rows[moment.attempt]
-            paper.stroke(LEVELS[moment.level] if moment.level != "info" else LINE, 0.3)
-            paper.line(x, y + 0.2, x, y + tall - 0.2)
+            is_news = moment.level in ("warning", "error")
+            paper.stroke(LEVELS[moment.level] if is_news else QUIET, 0.3 if is_news else 0.15)
+            paper.line(x, y + 0.2 if is_news else y + tall - 0.8, x, y + tall)
     draw_x_axis(paper, "time", axis, lambda moment: left + width * axis.share(moment), top + tall * len(spans))
     paper.set_y(top + tall * len(spans) + 8)
     if left_out:
