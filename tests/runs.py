@@ -133,7 +133,7 @@ class _Attempt:
     def __init__(self, made: Made, number: int, now: float) -> None:
         self.made, self.number, self.now = made, number, now
         self._began = self._told = now
-        self._steps_told = 0
+        self._steps_told = self._resumed = 0
         self._best, self._best_step = math.inf, 0
 
     def _event(self, kind: str, **fields: object) -> Event:
@@ -144,7 +144,8 @@ class _Attempt:
         yield self._event("status", text="building the model")
         self.now += made.starting
         yield from self._start(resumed)
-        self._told, self._steps_told = self.now, resumed
+        self._told = self.now
+        self._steps_told = self._resumed = resumed
         for step in range(resumed + 1, last + 1):
             self.now += made.step_seconds
             yield self._step(step)
@@ -225,7 +226,7 @@ class _Attempt:
             yield self._event("alarm", step=step, **alarm)
         if made.metrics:
             yield self._event("metric", step=step, values={"temperature": 1.0 / step})
-        if step - self._steps_told == 5 or self.now - self._told >= made.tell_every or step == last:
+        if step == self._resumed + 5 or self.now - self._told >= made.tell_every or step == last:
             yield from self._tell(step)
         if made.validate_every and step % made.validate_every == 0:
             yield from self._validate(step)

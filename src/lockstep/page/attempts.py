@@ -65,9 +65,8 @@ class Attempt:
     """Where Slurm says that the job of this attempt is over."""
     validation: float = 0.0
     stalls: float = 0.0
-    told_steps: int = 0
-    """Of how many steps the ranks have told, how long these were, and how much of it was what: means over ranks."""
     told_seconds: float = 0.0
+    """How long the steps were of which the ranks have told, and how much of it was what: means over ranks."""
     parts: dict[str, float] = field(default_factory=dict)
     joules: dict[str, float | None] = field(default_factory=dict)
     """Of every host, until the last look."""

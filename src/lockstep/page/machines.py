@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lockstep.page.attempts import Attempt
-from lockstep.page.damage import Damage, Fields, array, cut, finite_or_none, inner, listed, text, whole
+from lockstep.page.damage import Damage, Fields, array, cut, inner, listed
 from lockstep.page.series import Array, Grid
 from lockstep.page.summary import GpuSummary, HostSummary, RankSummary
 
 OF_HOSTS = ("cpu", "memory", "sent", "received", "read", "written", "watts")
 OF_GPUS = ("busy", "memory", "watts", "celsius")
-OF_RANKS = ("cores", "memory")
+OF_RANKS = ("cores", "memory", "threads", "workers")
 MOST_HOSTS = 4096
 MOST_GPUS = 64
 """Of one host."""
 
 
-@dataclass
-class _Gpu:
-    """One GPU over an attempt."""
+@dataclass(frozen=True)
+class Gpu:
+    """What does not change in an attempt."""
 
     host: str
     index: int
-    name: str = ""
-    ranks: tuple[int, ...] = ()
-    memory_total: int | None = None
-    busy: list[float] = field(default_factory=lambda: [0.0, 0])
-    """Sum, and how many."""
-    watts: list[float] = field(default_factory=lambda: [0.0, 0])
-    memory: float | None = None
-
-
-@dataclass
-class _Host:
-    cores: int
-    cpu: list[float] = field(default_factory=lambda: [0.0, 0])
+    name: str
+    memory_total: int | None
+    ranks: tuple[int, ...]
 
 
 class Machines:
@@ -47,115 +37,133 @@ class Machines:
     def __init__(self, damage: Damage) -> None:
         self._damage = damage
         self.grid = Grid()
-        self.users: dict[str, tuple[int, ...]] = {}
-        """Of every GPU, by its name in the grid: the ranks that use it."""
-        self._names: list[tuple[str, str]] = []
+        self.gpus: dict[str, Gpu] = {}
+        """By their names in the grid; those of the last attempt that told."""
+        self._cores: dict[str, int] = {}
+        self._key: tuple[int, list[int], list[tuple[str, list[int]]]] = (0, [], [])
         self._places = np.empty(0, np.intp)
-        self._attempt = 0
-        self._hosts: dict[str, _Host] = {}
-        self._gpus: dict[tuple[str, int], _Gpu] = {}
-        self._ranks: dict[str, Array] = {}
-        self._looks = 0
+        self._sum, self._count, self._most, self._last = np.zeros((4, 0))
 
     def take(self, event: Fields, time: float, attempt: Attempt, line: int) -> None:
         """One event. A host that cannot be read is left out, and counted."""
         ranks = inner(event, "ranks")
-        told = {name: array(listed(ranks, name)) for name in ("cores", "memory", "threads", "workers")}
-        if self._attempt != attempt.number:
-            self._attempt, self._hosts, self._gpus, self._ranks, self._looks = attempt.number, {}, {}, {}, 0
-        names: list[tuple[str, str]] = []
+        told = [array(listed(ranks, name)) for name in OF_RANKS]
+        all_hosts = listed(event, "hosts", MOST_HOSTS)
+        hosts = [host for host in all_hosts if _is_readable(host)]
+        for _ in range(len(all_hosts) - len(hosts)):
+            self._damage.event("machine", "one of its hosts is not as it has to be", line)
+        cards = [(host["host"], [gpu["index"] for gpu in host["gpus"]]) for host in hosts]
+        key = (attempt.number, list(map(len, told)), cards)
+        if key != self._key:
+            self._arrange(hosts, key[1], is_new=key[0] != self._key[0])
+            self._key = key
         values: list[Any] = []
-        for host in listed(event, "hosts", MOST_HOSTS):
-            try:
-                self._take_host(host, attempt, names, values)
-            except Exception as error:  # whatever a host is in this file
-                self._damage.event("machine", f"one of its hosts is not readable ({type(error).__name__})", line)
-        for what in OF_RANKS:
-            names += [(f"rank {what}", str(rank)) for rank in range(len(told[what]))]
-        self._add_up(told)
-        if names != self._names:
-            self._names, self._places = names, self.grid.places_of(names)
-        looks = np.concatenate([array(values), *(told[what] for what in OF_RANKS)])
+        for host in hosts:
+            values += map(host.get, OF_HOSTS)
+            for gpu in host["gpus"]:
+                values += map(gpu.get, OF_GPUS)
+            joules, name = host.get("joules"), host["host"][:60]
+            if isinstance(joules, int | float) and 0 <= joules < 1e18:
+                attempt.joules[name] = max(attempt.joules.get(name) or 0.0, float(joules))
+            else:
+                attempt.joules.setdefault(name, None)
+        looks = np.concatenate([array(values), *told])
         self.grid.add(time, self._places, looks)
+        self._add_up(looks)
 
-    def _take_host(self, host: Fields, attempt: Attempt, names: list[tuple[str, str]], values: list[Any]) -> None:
-        name, cores = text(host, "host", 60), whole(host, "cores")
-        cards = [(whole(card, "index"), card) for card in listed(host, "gpus", MOST_GPUS)]
-        joules = finite_or_none(host, "joules")
-        before = attempt.joules.get(name)
-        attempt.joules[name] = joules if before is None else max(before, joules or 0.0)
-        kept = self._hosts.setdefault(name, _Host(cores))
-        kept.cores = cores
-        _count(kept.cpu, host.get("cpu"))
-        names += [(f"host {what}", name) for what in OF_HOSTS]
-        values += [host.get(what) for what in OF_HOSTS]
-        for index, card in cards:
-            whose = f"{name} GPU {index}"
-            names += [(f"gpu {what}", whose) for what in OF_GPUS]
-            values += [card.get(what) for what in OF_GPUS]
-            gpu = self._gpus.setdefault((name, index), _Gpu(name, index))
-            gpu.name = cut(card["name"])
-            gpu.ranks = self.users[whose] = tuple(rank for rank in card["ranks"] if type(rank) is int)
-            gpu.memory_total = card.get("memory_total")
-            _count(gpu.busy, card.get("busy"))
-            _count(gpu.watts, card.get("watts"))
-            memory = finite_or_none(card, "memory")
-            gpu.memory = memory if gpu.memory is None else max(gpu.memory, memory or 0.0)
+    def _arrange(self, hosts: list[Fields], ranks: list[int], is_new: bool) -> None:
+        """Whom the numbers of the next events are of."""
+        if is_new:
+            self.gpus, self._cores = {}, {}
+        names: list[tuple[str, str]] = []
+        for host in hosts:
+            name = cut(host["host"], 60)
+            self._cores[name] = host["cores"]
+            names += [(f"host {what}", name) for what in OF_HOSTS]
+            for gpu in host["gpus"]:
+                whose = f"{name} GPU {gpu['index']}"
+                names += [(f"gpu {what}", whose) for what in OF_GPUS]
+                users = gpu.get("ranks")
+                users = users if isinstance(users, list) else []
+                total = gpu.get("memory_total")
+                self.gpus[whose] = Gpu(
+                    host=name,
+                    index=gpu["index"],
+                    name=cut(str(gpu.get("name"))),
+                    memory_total=total if type(total) is int else None,
+                    ranks=tuple(rank for rank in users if type(rank) is int),
+                )
+        for what, count in zip(OF_RANKS, ranks, strict=True):
+            names += [(f"rank {what}", str(rank)) for rank in range(count)]
+        self._places = self.grid.places_of(names)
+        size = int(self._places.max(initial=-1)) + 1
+        kept = np.zeros((4, max(size, 0 if is_new else len(self._sum))))
+        if not is_new:
+            kept[:, : len(self._sum)] = self._sum, self._count, self._most, self._last
+        self._sum, self._count, self._most, self._last = kept
 
-    def _add_up(self, told: dict[str, Array]) -> None:
-        self._looks += 1
-        before = self._ranks.get("cores", np.zeros(0))
-        size = max(len(before), len(told["cores"]))
-        both = (np.append(values, np.zeros(size - len(values))) for values in (before, np.nan_to_num(told["cores"])))
-        self._ranks = {"cores": sum(both, np.zeros(size)), "threads": told["threads"], "workers": told["workers"]}
+    def _add_up(self, looks: Array) -> None:
+        known = np.isfinite(looks) & (self._places >= 0)
+        at, looks = (self._places, looks) if known.all() else (self._places[known], looks[known])
+        self._sum[at] += looks
+        self._count[at] += 1
+        self._most[at] = np.maximum(self._most[at], looks)
+        self._last[at] = looks
 
-    def hosts(self, ranks_on: dict[str, int]) -> list[HostSummary]:
+    def _row(self, what: str, who: str) -> int | None:
+        """Of somebody who has told a number in the last attempt."""
+        row = self.grid.row(what, who)
+        return row if row is not None and row < len(self._count) and self._count[row] else None
+
+    def _mean(self, what: str, who: str) -> float | None:
+        row = self._row(what, who)
+        return None if row is None else float(self._sum[row] / self._count[row])
+
+    def _whole(self, kept: Array, what: str, who: str) -> int | None:
+        row = self._row(what, who)
+        return None if row is None else int(kept[row])
+
+    def host_summaries(self, ranks_on: dict[str, int]) -> list[HostSummary]:
         """Every host; `ranks_on` says how many ranks of the run are there."""
         return [
-            HostSummary(name, host.cores, _mean(host.cpu), ranks_on.get(name, 0)) for name, host in self._hosts.items()
+            HostSummary(name, cores, self._mean("host cpu", name), ranks_on.get(name, 0))
+            for name, cores in self._cores.items()
         ]
 
-    def gpus(self) -> list[GpuSummary]:
+    def gpu_summaries(self) -> list[GpuSummary]:
         """Every GPU of every host."""
         return [
             GpuSummary(
                 host=gpu.host,
                 index=gpu.index,
                 name=gpu.name,
-                busy=_mean(gpu.busy),
-                memory=None if gpu.memory is None else int(gpu.memory),
-                memory_total=gpu.memory_total if isinstance(gpu.memory_total, int) else None,
-                watts=_mean(gpu.watts),
+                busy=self._mean("gpu busy", whose),
+                memory=self._whole(self._most, "gpu memory", whose),
+                memory_total=gpu.memory_total,
+                watts=self._mean("gpu watts", whose),
                 ranks=gpu.ranks,
             )
-            for gpu in self._gpus.values()
+            for whose, gpu in self.gpus.items()
         ]
 
     def with_processes(self, ranks: list[RankSummary]) -> list[RankSummary]:
         """The same ranks, with what their processes used of the host."""
-        if not self._ranks:
-            return ranks
-        cores, threads, workers = (self._ranks[name] for name in ("cores", "threads", "workers"))
         return [
             replace(
                 one,
-                cores=float(cores[one.rank]) / self._looks if one.rank < len(cores) else None,
-                threads=_whole_at(threads, one.rank),
-                workers=_whole_at(workers, one.rank),
+                cores=self._mean("rank cores", str(one.rank)),
+                threads=self._whole(self._last, "rank threads", str(one.rank)),
+                workers=self._whole(self._last, "rank workers", str(one.rank)),
             )
             for one in ranks
         ]
 
 
-def _count(kept: list[float], value: object) -> None:
-    if isinstance(value, int | float) and np.isfinite(value):
-        kept[0] += value
-        kept[1] += 1
-
-
-def _mean(kept: list[float]) -> float | None:
-    return kept[0] / kept[1] if kept[1] else None
-
-
-def _whole_at(values: Array, rank: int) -> int | None:
-    return int(values[rank]) if rank < len(values) and np.isfinite(values[rank]) else None
+def _is_readable(host: Any) -> bool:
+    """Whether it has what tells hosts and GPUs apart; numbers that are none are passed over later."""
+    if not isinstance(host, dict) or not isinstance(host.get("host"), str) or type(host.get("cores")) is not int:
+        return False
+    gpus = host.get("gpus")
+    if not isinstance(gpus, list) or len(gpus) > MOST_GPUS:
+        return False
+    return all(isinstance(gpu, dict) and type(gpu.get("index")) is int for gpu in gpus)

@@ -74,7 +74,7 @@ def _named(rows: dict[str, int], digest: Digest, one_host: bool) -> dict[str, in
     """The same rows under names for people: who uses the GPU, and its host where there are several."""
     result = {}
     for name, row in rows.items():
-        users = digest.machines.users.get(name, ())
+        users = digest.machines.gpus[name].ranks if name in digest.machines.gpus else ()
         who = f"rank{'s' * (len(users) > 1)} {', '.join(map(str, users[:8]))}" if users else "no rank"
         short = f"GPU {name.rpartition(' GPU ')[2]}" if one_host else name
         result[f"{short} ({who})"] = row

@@ -143,8 +143,9 @@ class Grid:
         self._last: list[float] = []
         self._looks: list[int] = []
         self._looks_of_each = 1
-        self._sum, self._count = np.zeros((0, MOST_COLUMNS)), np.zeros((0, MOST_COLUMNS), np.int32)
-        self._low, self._high = np.full((0, MOST_COLUMNS), np.inf), np.full((0, MOST_COLUMNS), -np.inf)
+        # Column by column: a look is written in one piece.
+        self._sum, self._count = np.zeros((MOST_COLUMNS, 0)), np.zeros((MOST_COLUMNS, 0), np.int32)
+        self._low, self._high = np.full((MOST_COLUMNS, 0), np.inf), np.full((MOST_COLUMNS, 0), -np.inf)
 
     def places_of(self, names: Sequence[tuple[str, str]]) -> Array:
         """The rows of these names, new ones where there are none yet; -1 where there is no room for more."""
@@ -152,9 +153,9 @@ class Grid:
         for name in names:
             if name not in rows and len(rows) < MOST_ROWS:
                 rows[name] = len(rows)
-        grown = len(rows) - len(self._sum)
+        grown = len(rows) - self._sum.shape[1]
         if grown > 0:
-            more = ((0, max(grown, len(rows) // 4)), (0, 0))
+            more = ((0, 0), (0, max(grown, len(rows) // 4)))
             self._sum, self._count = np.pad(self._sum, more), np.pad(self._count, more)
             self._low = np.pad(self._low, more, constant_values=np.inf)
             self._high = np.pad(self._high, more, constant_values=-np.inf)
@@ -174,17 +175,18 @@ class Grid:
         column = len(self._first) - 1
         self._last[-1] = x
         self._looks[-1] += 1
-        self._sum[at, column] += values
-        self._count[at, column] += 1
-        self._low[at, column] = np.minimum(self._low[at, column], values)
-        self._high[at, column] = np.maximum(self._high[at, column], values)
+        low, high = self._low[column], self._high[column]
+        self._sum[column][at] += values
+        self._count[column][at] += 1
+        low[at] = np.minimum(low[at], values)
+        high[at] = np.maximum(high[at], values)
 
     def go_back(self, x: float) -> None:
         """What comes next is at `x`: what was there, or after it, does not count any more."""
         while self._first and self._first[-1] >= x:
             column = len(self._first) - 1
-            self._sum[:, column], self._count[:, column] = 0.0, 0
-            self._low[:, column], self._high[:, column] = np.inf, -np.inf
+            self._sum[column], self._count[column] = 0.0, 0
+            self._low[column], self._high[column] = np.inf, -np.inf
             for kept in (self._first, self._last, self._looks):
                 kept.pop()
         if self._last and self._last[-1] >= x:
@@ -198,8 +200,8 @@ class Grid:
             (self._low, np.minimum, np.inf),
             (self._high, np.maximum, -np.inf),
         ):
-            values[:, :half] = join(values[:, ::2], values[:, 1::2])
-            values[:, half:] = empty
+            values[:half] = join(values[::2], values[1::2])
+            values[half:] = empty
         self._first, self._last = self._first[::2], self._last[1::2]
         self._looks = [a + b for a, b in zip(self._looks[::2], self._looks[1::2], strict=True)]
         self._looks_of_each *= 2
@@ -218,6 +220,10 @@ class Grid:
         """Whom this is known of, and their rows."""
         return {who: row for (one, who), row in self._rows.items() if one == what}
 
+    def row(self, what: str, who: str) -> int | None:
+        """Where one is."""
+        return self._rows.get((what, who))
+
     def mean(self) -> Array:
         """Of every row and column; NaN where nothing was told."""
         return _over(*self._cut(self._sum, self._count))
@@ -233,4 +239,4 @@ class Grid:
         return np.where(np.isfinite(low), low, np.nan)
 
     def _cut(self, *whole: Array) -> list[Array]:
-        return [values[: len(self._rows), : len(self._first)] for values in whole]
+        return [values[: len(self._first), : len(self._rows)].T for values in whole]
