@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def data_of(url: str) -> Any:
         return json.load(answer)
 
 
+def _is(url: str, state: str) -> bool:
+    headline = data_of(url)["runs"][0]["headline"]
+    return headline["state"] == state and "has not begun" not in headline["verdict"]
+
+
 def test_it_follows_a_run_from_before_its_start_to_its_end_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     made = list(run_events(Made(steps=30, name="lm")))
     now = time.time()
@@ -64,16 +70,12 @@ def test_it_follows_a_run_from_before_its_start_to_its_end_and_ctrl_c_ends_it(tm
         waiting = data_of(url)
         assert waiting["live"] is True
         assert "has not begun" in waiting["runs"][0]["headline"]["verdict"]
-        before = waiting["runs"][0]["headline"]
-        half = len(made) // 2
-        last = made[-1]["time"]
-        for part, live in ((made[:half], True), (made[half:], False)):
+        half, last = len(made) // 2, made[-1]["time"]
+        for part, state in ((made[:half], "running"), (made[half:], "finished")):
             with (folder / "events.jsonl").open("a") as log:
                 log.writelines(json.dumps({**event, "time": event["time"] - last + now}) + "\n" for event in part)
-            wait_for(lambda: data_of(url)["runs"][0]["headline"] != before, "news on the board")
-            before = data_of(url)["runs"][0]["headline"]
-            assert data_of(url)["live"] is live
-        assert data_of(url)["runs"][0]["headline"]["state"] == "finished"
+            wait_for(partial(_is, url, state), f"the board to say that the run is {state}")
+        assert data_of(url)["live"] is False
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.read().startswith(b"<!doctype html>")
         process.send_signal(signal.SIGINT)
@@ -108,7 +110,7 @@ def test_bad_input_is_one_sentence_and_exit_2(tmp_path: Path) -> None:
             (["runs/ln"], "did you mean runs/lm?"),
             (["runs/lm", "--host", "no-such-host.invalid"], "--host no-such-host.invalid is not an address"),
             (["runs/lm", "--port", port], f"cannot listen on 127.0.0.1:{port} (address already in use)"),
-            (["runs/lm", "--port", "99999"], "99999"),
+            (["runs/lm", "--port", "99999"], "65535"),
             ([], "RUN"),
         ):
             done = in_this_process(tmp_path, "board", *args)

@@ -174,6 +174,7 @@ def test_at_the_end_of_a_run_nothing_that_goes_wrong_is_more_than_a_line(
     assert "lockstep report" in report_line(made)
 
 
+@pytest.mark.slow
 def test_a_launched_run_leaves_its_report_and_says_where(tmp_path: Path) -> None:
     done = lockstep(tmp_path, "train", *SMALL_LM, "--steps", "3", "--nproc", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -182,6 +183,7 @@ def test_a_launched_run_leaves_its_report_and_says_where(tmp_path: Path) -> None
     assert data_in(tmp_path / "runs/lm/report.html")["runs"][0]["headline"]["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_launched_run_that_fails_leaves_its_report_and_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace('"single", run_dir="runs/mine"', ""))
     done = lockstep(tmp_path, "run", "--nproc", "1", "--name", "mine", "--restarts", "0", "script.py", "fail")
@@ -191,6 +193,7 @@ def test_a_launched_run_that_fails_leaves_its_report_and_its_exit_code(tmp_path:
     assert data_in(tmp_path / "runs/mine/report.html")["runs"][0]["headline"]["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_launched_run_that_is_interrupted_leaves_its_report_and_its_exit_code(tmp_path: Path) -> None:
     process = start(tmp_path, "train", *SMALL_LM, "--steps", "100000", "--nproc", "1")
     try:
@@ -204,7 +207,10 @@ def test_a_launched_run_that_is_interrupted_leaves_its_report_and_its_exit_code(
     assert data_in(tmp_path / "runs/lm/report.html")["runs"][0]["headline"]["state"] == "stopped"
 
 
-@pytest.mark.parametrize(("argument", "code", "state"), [("", 0, "finished"), ("fail", 1, "failed")])
+@pytest.mark.parametrize(
+    ("argument", "code", "state"),
+    [pytest.param("", 0, "finished", marks=pytest.mark.slow), pytest.param("fail", 1, "failed")],
+)
 def test_a_script_without_a_launcher_leaves_its_report(tmp_path: Path, argument: str, code: int, state: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path, sys.executable, "script.py", argument)

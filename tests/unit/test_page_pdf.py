@@ -126,7 +126,7 @@ ALLOWED = {
         p.Timetable("a", "A", 0.0, [], []),
         p.Timetable("a", "A", 1.0, [[("?", 0, 0, -1.0, 9.0)], []], [0.5]),
         p.Table("a", "A", [], [], []),
-        p.Table("a", "A", ["one"] * 30, [["x" * 500] * 30] * 5, [True] * 3),
+        p.Table("a", "A", ["one"] * 30, [["x" * 500] * 30], [True] * 3),
         p.Table("a", "A", ["one", "two"], [["1"], ["1", "2", "3"]], []),
         p.Text("a", "A", ""),
         p.Text("a", "A", "x" * 100_000 + "\n" * 5_000),
@@ -192,9 +192,10 @@ def test_ticks_of_time_are_round_and_few() -> None:
 def test_every_panel_kind_of_the_page_draws_something() -> None:
     panels = {panel.kind: panel for section in example_run().sections for panel in section.panels}
     assert set(panels) == {kind.__name__.lower() for kind in get_args(Panel)}
-    empty = drawing_of(page_pdf(page_with()))
     for kind, panel in panels.items():
-        assert len(drawing_of(page_pdf(page_with(panel)))) > len(empty) + 200, kind
+        paper = Paper("one", "foot", START)
+        draw_panel(paper, replace(panel, title="", note=""))
+        assert len(drawing_of(bytes(paper.output()))) > 1000, kind
 
 
 def test_a_run_without_advice_facts_or_sections_is_printed() -> None:
