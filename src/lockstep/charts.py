@@ -65,8 +65,8 @@ def line_chart(
     What cannot be drawn (a value that is not finite, or not above 0 on a logarithmic axis) is left out.
     """
     shown = [Series(line.name, _drawable(line.points, log_x)) for line in series]
-    x_axis = _Axis.over([x for line in shown for x, _ in line.points], log_x)
-    y_axis = _Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=True)
+    x_axis = Axis.over([x for line in shown for x, _ in line.points], log_x)
+    y_axis = Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=True)
 
     # A name may be long; letters of system fonts are about 8 wide.
     right = WIDTH - min(WIDTH // 2, 34 + 8 * max((len(line.name) for line in shown), default=4))
@@ -125,8 +125,8 @@ def terminal_chart(
 ) -> str:
     """The same for a terminal: lines of dots, `width` characters at most; with several lines each has a mark."""
     shown = [Series(line.name, _drawable(line.points, log_x)) for line in series]
-    x_axis = _Axis.over([x for line in shown for x, _ in line.points], log_x)
-    y_axis = _Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=from_zero)
+    x_axis = Axis.over([x for line in shown for x, _ in line.points], log_x)
+    y_axis = Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=from_zero)
     margin = max(len(plain(value)) for value in (y_axis.low, y_axis.high)) + 1
     columns = max(10, width - margin - 1)
     dots = [[0] * columns for _ in range(height)]
@@ -160,7 +160,9 @@ def terminal_chart(
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
+    """One axis of a chart, from its lowest value to its highest."""
+
     low: float
     high: float
     is_log: bool
@@ -168,16 +170,16 @@ class _Axis:
     """Whether its values are whole numbers, between which there is nothing."""
 
     @staticmethod
-    def over(values: list[float], is_log: bool, from_zero: bool = False) -> _Axis:
+    def over(values: list[float], is_log: bool, from_zero: bool = False) -> Axis:
         """An axis with room for all values; one that begins at 0 where that says more."""
         low, high = (min(values), max(values)) if values else (1.0, 10.0)
         if is_log:
-            return _Axis(low, high, True) if high > low else _Axis(low / 2, low * 2, True)
+            return Axis(low, high, True) if high > low else Axis(low / 2, low * 2, True)
         if from_zero and low >= 0:
             step = _round_up(high / TICKS) if high > 0 else 1.0
-            return _Axis(0.0, math.ceil(high / step - 1e-9) * step or 1.0, False)
+            return Axis(0.0, math.ceil(high / step - 1e-9) * step or 1.0, False)
         room = (high - low or abs(high) or 1.0) * 0.05
-        return _Axis(low - room, high + room, False, is_counted=all(value == int(value) for value in values))
+        return Axis(low - room, high + room, False, is_counted=all(value == int(value) for value in values))
 
     def share(self, value: float) -> float:
         """Where a value lies between the ends, as 0 to 1."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.config import Config, LaunchConfig, flatten, script_config, to_toml
-from lockstep.errors import UserError, reason
+from lockstep.errors import UserError, nearest, reason
 from lockstep.events import read_events
 from lockstep.faults.failure import short_host
 from lockstep.launch.allocation import Allocation, find_allocation
@@ -97,6 +97,22 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
     if last is not None and resume != "never" and _look(last) == "unfinished":
         return RunFolder(last, max(1, look_back(last).attempt) + 1)
     return RunFolder(free, 1)
+
+
+def existing_run(path: Path) -> Path:
+    """The folder of a run that a user named, whether or not it has begun; anything else is refused."""
+    try:
+        if (path / EVENTS).is_file() or (path / CONFIG).is_file():
+            return path
+        if path.exists():
+            raise UserError(f"{path} is not a run folder", f"name one such as runs/lm: it has {CONFIG} and {EVENTS}")
+        places = dict.fromkeys(place for place in (path.parent, Path("runs")) if place.is_dir())
+        runs = [one for place in places for one in sorted(place.iterdir()) if (one / EVENTS).is_file()]
+    except OSError as error:
+        raise UserError(f"cannot read the run folder {path}", reason(error)) from None
+    meant = nearest(str(path), map(str, runs)) or next((str(one) for one in runs if one.name == path.name), None)
+    fix = f"did you mean {meant}?" if meant else f"there is {', '.join(map(str, runs[-8:]))}" if runs else "train one"
+    raise UserError(f"there is no run {path}", fix)
 
 
 def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:

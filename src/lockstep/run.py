@@ -74,6 +74,7 @@ from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, peak_bytes, rank_memory
+from lockstep.page.report import report_line
 from lockstep.parallel.apply import (
     Cutting,
     Look,
@@ -539,6 +540,8 @@ class Run:
         self._closed = True
         atexit.unregister(self._at_exit)
         with ExitStack() as everything:  # whatever one of them raises, all of them are given back
+            if self.is_main and self._announced and not self._launch:  # else the launcher writes it
+                everything.callback(self._report)
             for lock in self._locks:
                 everything.callback(lock.close)
             everything.callback(self._undo_output)
@@ -776,6 +779,11 @@ class Run:
                 hosts = [rank["host"] for rank in did]
                 self.journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
         self.journal.between_steps()
+
+    def _report(self) -> None:
+        """Write the report of a run that has ended."""
+        with suppress(OSError, ValueError):  # nobody may be there to hear of it
+            print(report_line(self.folder.path), flush=True)
 
     def _what_it_did(self, last: bool) -> Lane:
         """What this rank did in the last step, where a timetable is told and it is the first of its place."""

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from lockstep.cli.bench import bench_command
+from lockstep.cli.board import board_command
 from lockstep.cli.ckpt import app as ckpt_app
 from lockstep.cli.compare import compare_command
 from lockstep.cli.doctor import doctor_command
@@ -16,6 +17,7 @@ from lockstep.cli.generate import generate_command
 from lockstep.cli.jobs import jobs_command
 from lockstep.cli.lab import app as lab_app
 from lockstep.cli.plan import plan_command
+from lockstep.cli.report import report_command
 from lockstep.cli.run import run_command
 from lockstep.cli.submit import submit_command
 from lockstep.cli.train import train_command
@@ -45,6 +47,8 @@ app.command("compare")(compare_command)
 app.command("bench")(bench_command)
 app.command("fetch")(fetch_command)
 app.command("generate")(generate_command)
+app.command("board")(board_command)
+app.command("report")(report_command)
 app.add_typer(ckpt_app)
 app.add_typer(lab_app)
 

@@ -1,0 +1,56 @@
+"""`lockstep report`: the page of a run as one file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options as opt
+from lockstep.errors import UserError
+
+SUFFIXES = (".html", ".pdf")
+
+
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="NAME.html or NAME.pdf. Default: report.html in the run's folder."),
+    ] = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Print it into a PDF as well, beside the page.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The page's data as JSON on stdout, text for people on stderr.")
+    ] = False,
+) -> int:
+    """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
+    from lockstep.folder import existing_run
+    from lockstep.page.build import build_page
+    from lockstep.page.panels import as_json as page_data
+    from lockstep.page.report import REPORT, write_page
+
+    folders = [_begun(existing_run(run)) for run in runs]
+    target = output or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    if target.suffix not in SUFFIXES and not target.is_dir():
+        raise UserError(f"--output {target} is neither a page nor a PDF", f"call it {target.with_suffix('.html')}")
+    targets = list(dict.fromkeys([target, *([target.with_suffix(".pdf")] if pdf else [])]))
+    for one in targets:
+        opt.check_output("--output", one, one.suffix if one.suffix in SUFFIXES else ".html")
+    page = build_page(folders)
+    for one in targets:
+        write_page(page, one)
+        print(f"report: {one}", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(page_data(page), allow_nan=False))
+    return 0
+
+
+def _begun(run: Path) -> Path:
+    from lockstep.folder import EVENTS
+
+    if not (run / EVENTS).is_file():
+        raise UserError(f"{run} has not begun", f"wait for its first event; lockstep board {run} does")
+    return run

@@ -1,0 +1,63 @@
+"""The report: the page of some runs as one file with its data inside, or printed as a PDF.
+
+`write_report` makes it; `report_line` is for the end of a run, which it can neither fail nor hold up for long.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.amounts import bytes_text
+from lockstep.errors import UserError, reason
+from lockstep.folder import EVENTS
+from lockstep.page.panels import Page
+
+REPORT = "report.html"
+MOST_BYTES = 2_000_000_000
+"""Of a log that is read at the end of a run without being asked to: about a minute's work."""
+
+
+def write_report(folder: Path, target: Path | None = None) -> Path:
+    """Write the report of one run, by default into its folder; returns where it is."""
+    from lockstep.page.build import build_page
+
+    target = target or folder / REPORT
+    write_page(build_page([folder]), target)
+    return target
+
+
+def write_page(page: Page, target: Path) -> None:
+    """Write a page to a file, as a PDF where it is called so: all of it, or nothing."""
+    if target.suffix == ".pdf":
+        from lockstep.page.pdf import page_pdf
+
+        content = page_pdf(page)
+    else:
+        from lockstep.page.html import page_html
+
+        content = page_html(page).encode("utf-8", "replace")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"{target} cannot be written ({reason(error)})", "name a file somewhere else with -o") from None
+
+
+def report_line(folder: Path) -> str:
+    """Write the report of a run that has just ended, and say where it is, or in one line why there is none."""
+    try:
+        size = (folder / EVENTS).stat().st_size
+        if size > MOST_BYTES:
+            return f"no report: the log has {bytes_text(size)}; lockstep report {folder} reads it all the same"
+        return f"report: {write_report(folder)}"
+    except KeyboardInterrupt:
+        return f"no report: interrupted; lockstep report {folder} makes one"
+    except Exception as error:
+        # Whatever it is, the run has ended as it has.
+        said = str(error).splitlines() or [type(error).__name__]
+        return f"no report: {said[0]}"
