@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.events import Event
-from lockstep.sinks.records import RecordWriter
 from lockstep.sinks.numbers import Numbers
+from lockstep.sinks.records import RecordWriter
 
 FLUSH_SECONDS = 1.0
 
