@@ -40,8 +40,24 @@ def axe() -> str:
     return AXE.read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="session")
+def file_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Page], Path]:
+    """A page as a file, written once for all tests."""
+    folder = tmp_path_factory.mktemp("pages")
+    written: dict[int, tuple[Page, Path]] = {}
+
+    def file(page: Page) -> Path:
+        if id(page) not in written:
+            target = folder / f"{len(written)}.html"
+            target.write_text(html.page_html(page), encoding="utf-8")
+            written[id(page)] = (page, target)
+        return written[id(page)][1]
+
+    return file
+
+
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
+def open_page(browser: Any, file_of: Callable[[Page], Path]) -> Iterator[OpenPage]:
     """`open_page(page)` opens it from a file and gives the tab. A request that would leave, or an error, fails."""
     problems: list[str] = []
     contexts: list[Any] = []
@@ -55,12 +71,10 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
         contexts.append(context)
         tab = context.new_page()
         if page is not None:
-            file = tmp_path / "page.html"
-            file.write_text(html.page_html(page), encoding="utf-8")
-            url = file.as_uri()
+            url = file_of(page).as_uri()
 
         def watched(route: Any) -> None:
-            if route.request.url.startswith(url.rpartition("/")[0]):
+            if route.request.url.partition("#")[0] in (url, url.replace("/page", "/data")):
                 route.continue_()
             else:
                 problems.append(f"asked for {route.request.url}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 from lockstep.page.panels import (
     Advice,
@@ -289,11 +290,13 @@ def _checkpoints() -> Table:
                  [True, False, True, True, True])  # fmt: skip
 
 
+@cache
 def example_page(live: bool = False, steps: int = STEPS) -> Page:
     """One run with everything."""
     return Page("lm-wikitext", START + 4000, "0.1", [example_run(steps=steps)], live=live)
 
 
+@cache
 def comparison_page(steps: int = STEPS) -> Page:
     """Three runs side by side."""
     runs = [example_run(f"lm {ranks} GPUs", steps, seed=ranks) for ranks in (1, 4, 8)]
@@ -309,6 +312,7 @@ def comparison_page(steps: int = STEPS) -> Page:
     return Page("Three runs of lm", START + 4000, "0.1", runs, [Section("scaling", "Scaling", [table, speed])])
 
 
+@cache
 def hostile_page() -> Page:
     """Everything that is text is an attack."""
     page = example_page()
@@ -330,6 +334,7 @@ def hostile_page() -> Page:
     return replace(page, title=HOSTILE, runs=[replace(bad, sections=[Section(HOSTILE, HOSTILE, panels, HOSTILE)])])
 
 
+@cache
 def sparse_page() -> Page:
     """One step, no validation, values that are not numbers, empty panels and an empty section."""
     nan = math.nan
