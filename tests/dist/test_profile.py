@@ -87,7 +87,8 @@ def test_every_rank_leaves_a_trace_and_a_digest_and_the_losses_are_the_same(
         check_numbers(event)
         assert again == {field: event[field] for field in again}, "the file alone says the same"
     took = sum(event["seconds"] for event in of_kind("step", events) if event["step"] in (4, 5))
-    assert profiles[0]["seconds"]["whole"] == pytest.approx(took, rel=0.3), "those two steps and nothing else"
+    # The run's time of a step has what it takes to switch the profiler on, too.
+    assert 0.3 * took < profiles[0]["seconds"]["whole"] < 1.05 * took, "those two steps and nothing else"
     told = [event for event in texts(events) if event.startswith("rank ")]
     assert len(told) == 2
     assert all("computed" in text and "pt.trace.json.gz" in text for text in told)
