@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockstep.page.damage import Fields, cut, inner, text, whole, whole_or_none
 from lockstep.page.panels import State
 from lockstep.page.summary import AttemptSummary
 
@@ -20,7 +21,7 @@ OVER = {
 """What Slurm calls a job that is over, and what that means for an attempt that says nothing itself."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Started:
     """What the `start` event of an attempt says."""
 
@@ -39,6 +40,31 @@ class Started:
     item: str
     parameters: int
     resumed_from_step: int | None
+
+
+def started_of(event: Fields) -> Started:
+    """The event as far as it is used."""
+    return Started(
+        run=text(event, "run", 120),
+        layout=text(event, "layout", 120),
+        world_size=whole(event, "world_size", 1),
+        nodes=whole(event, "nodes", 1),
+        device=text(event, "device", 120),
+        precision=text(event, "precision", 40),
+        formats=_texts(inner(event, "formats")),
+        versions=_texts(inner(event, "versions")),
+        total_steps=whole_or_none(event, "total_steps"),
+        steps_per_epoch=whole_or_none(event, "steps_per_epoch"),
+        global_batch=whole(event, "global_batch", 1),
+        micro_batch=whole(event, "micro_batch", 1),
+        item=text(event, "item", 20),
+        parameters=whole(event, "parameters"),
+        resumed_from_step=whole_or_none(event, "resumed_from_step"),
+    )
+
+
+def _texts(fields: Fields) -> dict[str, str]:
+    return {cut(name): cut(str(value)) for name, value in list(fields.items())[:50]}
 
 
 @dataclass
@@ -75,10 +101,6 @@ class Attempt:
     def seconds(self) -> float:
         """From its first event to its last."""
         return max(0.0, self.end - self.begin)
-
-    def seen(self, time: float) -> None:
-        """Something of it happened at this time."""
-        self.begin, self.end = min(self.begin, time), max(self.end, time)
 
     def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
         """How it ended, or that it still runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ MOST_SORTS = 100
 """Of damage that are told apart; the rest is counted together."""
 LARGEST_COUNT = 2**53
 """Whole numbers above this one are not what anybody counted."""
+LARGEST = 1e18
+"""The same for seconds, bytes and joules."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 Fields = Mapping[str, Any]
@@ -42,8 +45,8 @@ def number(fields: Fields, name: str) -> float:
 def finite(fields: Fields, name: str) -> float:
     """A number that is finite and not negative: seconds, or bytes."""
     value = number(fields, name)
-    if not math.isfinite(value) or value < 0:
-        raise UnusableError(f"its field {name!r} is not a finite number from 0")
+    if not 0 <= value <= LARGEST:
+        raise UnusableError(f"its field {name!r} is not a number from 0, or a very large one")
     return value
 
 
@@ -96,8 +99,14 @@ def inner(fields: Fields, name: str) -> Fields:
 
 
 def array(values: list[Any]) -> Array:
-    """Numbers of all ranks: NaN where one is not a number."""
-    if set(map(type, values)) <= {float, int}:
+    """Numbers of all ranks: NaN where one is not a number, or a very large one."""
+    result = _array(values)
+    result[np.abs(result) > LARGEST] = np.nan
+    return result
+
+
+def _array(values: list[Any]) -> Array:
+    if set(map(type, values)) <= {float, int, NoneType}:
         with suppress(OverflowError):
             return np.array(values, float)
     return np.array([_number_or_nan(value) for value in values], float)

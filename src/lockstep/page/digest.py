@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.page.attempts import Attempt, Started
+from lockstep.page.attempts import Attempt, started_of
 from lockstep.page.damage import (
     Damage,
     Fields,
@@ -28,11 +28,12 @@ from lockstep.page.damage import (
 from lockstep.page.machines import Machines
 from lockstep.page.moments import Moments
 from lockstep.page.panels import Level, Timetable
+from lockstep.page.predicted import Predictions
 from lockstep.page.profiles import MOST_PROFILES, Profile, profile_of, timetable_of
 from lockstep.page.ranktimes import RankTimes
 from lockstep.page.series import Series
-from lockstep.page.steps import FIELDS, Steps, pack
-from lockstep.page.summary import Compared, StragglerSummary
+from lockstep.page.steps import FIELDS, Steps, pack, values_of
+from lockstep.page.summary import StragglerSummary
 
 MOST_ATTEMPTS = 10_000
 MOST_METRICS = 40
@@ -85,9 +86,7 @@ class Digest:
         self.baselines: dict[str, float] = {}
         self.test: tuple[int, float, dict[str, float]] | None = None
         self.flops: Mapping[str, object] = {}
-        self.prediction: dict[str, Compared | None] = {}
-        self.prediction_note = ""
-        self.measured_by_run = False
+        self.predicted = Predictions()
         self.settings = ""
         self.chosen: dict[str, str] = {}
         self.micro_batch: int | None = None
@@ -143,13 +142,20 @@ class Digest:
         except UnusableError as error:
             self.damage.event(kind, str(error), line)
             return
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # Nothing in a file may keep the page from opening, also what nobody has thought of.
+            self.damage.event(kind, f"it is not understood ({type(error).__name__})", line)
+            return
         self.events += 1
         if time < self.first_time:
             self.first_time = time
         if kind != "job":  # told from outside, at any time
-            if time < attempt.end - CLOCK_BACK:
+            if time > attempt.end:
+                attempt.end = time
+            elif time < attempt.end - CLOCK_BACK:
                 self._clock_went_back(line)
-            attempt.seen(time)
+            if time < attempt.begin:
+                attempt.begin = time
 
     def _attempt_of(self, number_of: int, line: int) -> Attempt | None:
         found = self.attempts.get(number_of)
@@ -189,7 +195,7 @@ class Digest:
         if type(step) is not int or not 0 < step < LATEST:
             raise UnusableError("its field 'step' is not a whole number from 1")
         try:
-            row = pack(*[event[name] for name in FIELDS])
+            row = pack(*values_of(event))
         except (KeyError, struct.error, OverflowError):
             # Logs of versions before this one know nothing of padding.
             values = [number(event, name) for name in FIELDS[:-1] if name != "padding" or name in event]
@@ -206,23 +212,7 @@ class Digest:
 
     def _take_start(self, event: Fields) -> None:
         attempt = self._attempt
-        attempt.started = Started(
-            run=text(event, "run", 120),
-            layout=text(event, "layout", 120),
-            world_size=whole(event, "world_size", 1),
-            nodes=whole(event, "nodes", 1),
-            device=text(event, "device", 120),
-            precision=text(event, "precision", 40),
-            formats=_texts(inner(event, "formats")),
-            versions=_texts(inner(event, "versions")),
-            total_steps=whole_or_none(event, "total_steps"),
-            steps_per_epoch=whole_or_none(event, "steps_per_epoch"),
-            global_batch=whole(event, "global_batch", 1),
-            micro_batch=whole(event, "micro_batch", 1),
-            item=text(event, "item", 20),
-            parameters=whole(event, "parameters"),
-            resumed_from_step=whole_or_none(event, "resumed_from_step"),
-        )
+        attempt.started = started_of(event)
         self.micro_batch = None
         since = attempt.started.resumed_from_step
         after = f", after step {since}" if since else ""
@@ -236,7 +226,8 @@ class Digest:
         scores = _values(inner(event, "metrics"))
         self._attempt.validation += seconds
         self.validation.add(step, loss)
-        self.best = [(at, value) for at, value in self.best if at < step]
+        while self.best and self.best[-1][0] >= step:
+            self.best.pop()
         if math.isfinite(loss) and (not self.best or loss < self.best[-1][1]):
             self.best.append((step, loss))
         for name, value in scores.items():
@@ -363,25 +354,10 @@ class Digest:
         self._say("info", "job", f"Slurm job {job} is {state}{more}")
 
     def _take_prediction(self, event: Fields) -> None:
-        step, memory = finite_or_none(event, "step_seconds"), finite_or_none(event, "memory_bytes")
-        self.prediction = {
-            "step": None if step is None else Compared(step, None, None),
-            "memory": None if memory is None else Compared(memory, None, None),
-        }
-        self.measured_by_run = False
-        band = finite_or_none(event, "band")
-        within = f", within {100 * band:.0f} %" if band is not None else ""
-        source, reason = text(event, "source"), text(event, "reason")
-        machine = cut(str(event.get("machine") or "an unknown machine"))
-        self.prediction_note = reason or f"Predicted for {machine} ({source}){within}."
+        self.predicted.take(event)
 
     def _take_prediction_error(self, event: Fields) -> None:
-        for what, name in (("step", "step_seconds"), ("memory", "memory_bytes")):
-            told = inner(event, name)
-            error = None if told.get("error") is None else number(told, "error")
-            measured = finite_or_none(told, "measured")
-            self.prediction[what] = Compared(finite(told, "predicted"), measured, error)
-        self.measured_by_run = True
+        self.predicted.take_error(event)
 
     def _take_stop(self, event: Fields) -> None:
         attempt, said, reason = self._attempt, text(event, "text"), text(event, "reason", 40)
@@ -394,10 +370,6 @@ class Digest:
         attempt, step = self._attempt, whole(event, "step")
         attempt.last_word, attempt.ending, attempt.why = "end", "finished", ""
         self._say("good", "end", f"finished after step {step}", step)
-
-
-def _texts(fields: Fields) -> dict[str, str]:
-    return {cut(name): cut(str(value)) for name, value in list(fields.items())[:50]}
 
 
 def _values(metrics: Fields) -> dict[str, float]:

@@ -72,11 +72,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of lines over steps, or over time (Unix seconds)."""
+    """A chart of lines over steps, over time (Unix seconds), over numbers of ranks, or over seconds since something."""
 
     id: str
     title: str
-    x: Literal["step", "time", "ranks"]
+    x: Literal["step", "time", "ranks", "seconds"]
     y: str
     """What the y axis counts, with its unit."""
     curves: list[Curve]

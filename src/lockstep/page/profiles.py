@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +85,7 @@ def _checked(rows: object, name: str, width: int, most: int) -> list[list[Any]]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnusableError("it has something else where a number belongs")
-    return value
+    return finite({"of a list": value}, "of a list")
 
 
 def _name(value: object) -> str:

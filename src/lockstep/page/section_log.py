@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lockstep.amounts import bytes_text, percent, seconds_text
@@ -77,13 +79,10 @@ def _profile(one: Profile, number: int) -> list[Panel]:
         panels.append(Table(f"{id}_gaps", f"Longest gaps: {who}", columns, rows, right))
     if one.memory:
         x, y = np.array(one.memory, float).T
-        # Seconds since the recording began, in thousandths: the axis of steps writes plain numbers.
-        curve = curve_of("memory", np.round(1000 * x), y, most=400)
-        panels.append(
-            Lines(
-                f"{id}_memory", f"Memory: {who}", "step", "bytes", [curve], "Over milliseconds of the trace.", unit="B"
-            )
-        )
+        curve = curve_of("memory", np.round(1e6 * x), y, most=400)
+        curve = replace(curve, x=[round(microseconds / 1e6, 6) for microseconds in curve.x])
+        note = "Over seconds since the recording began."
+        panels.append(Lines(f"{id}_memory", f"Memory: {who}", "seconds", "bytes", [curve], note, unit="B"))
     if one.tensors:
         rows = [[bytes_text(size), shape, where] for size, shape, where in one.tensors]
         columns, right = ["size", "shape", "where"], [True, False, False]

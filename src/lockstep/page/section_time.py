@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lockstep.amounts import bytes_text, percent, seconds_text
 from lockstep.page.digest import Digest
 from lockstep.page.panels import Curve, Panel, Share, Shares, Stack, Table
@@ -36,6 +38,8 @@ SPENT = {
     "stopped": ("stopped", "between attempts: in a queue, or until somebody started it again"),
     "other": ("other", "no event accounts for it"),
 }
+NEGLIGIBLE = 1e-3
+"""Of a step: a part that is never more is not worth a colour."""
 GOODPUT = ("useful", "optimizer", "communication", "input", "between")
 
 
@@ -45,7 +49,8 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
     if digest.ranks.grid.of("steps"):
         at = places(digest.ranks.grid.at)
         parts = digest.ranks.stack()
-        curves = [Curve(name, at, numbers(parts[part], 4)) for part, name in STACK.items() if parts[part].max() > 0]
+        least = NEGLIGIBLE * np.sum(list(parts.values()), axis=0).max()
+        curves = [Curve(name, at, numbers(parts[part], 4)) for part, name in STACK.items() if parts[part].max() > least]
         looks = digest.ranks.grid.looks_of_each
         note = STACK_NOTE + (f" Each column is the mean of {looks} reports." if looks > 1 else "")
         panels.append(Stack("step_time", "Time of a step", "step", "seconds of a step", at, curves, note))
@@ -57,7 +62,7 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
     ]:
         columns = ["", "predicted", "measured", "predicted / measured - 1"]
         right = [False, True, True, True]
-        note = digest.prediction_note
+        note = digest.predicted.note
         panels.append(Table("predicted", "Predicted and measured", columns, rows, right, note))
     return panels
 

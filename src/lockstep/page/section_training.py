@@ -41,13 +41,13 @@ def training(digest: Digest, columns: Columns) -> list[Panel]:
         odd = _runs(kept.step, ~np.isfinite(kept.grad_norm), "gradient not finite", "error")
         log, note = _is_wide(kept.grad_norm), "Before clipping."
         panels.append(Lines("grad_norm", "Gradient norm", "step", "norm", [norm], note, [*restarts, *odd], log))
-    for name, series in digest.scores.items():
+    for number, (name, series) in enumerate(digest.scores.items()):
         curves = [series.curve("validation", "points")]
         if digest.test and math.isfinite(digest.test[2].get(name, math.nan)):
             curves.append(Curve("test", [digest.test[0]], [digest.test[2][name]], style="points"))
-        panels.append(Lines(f"score {name}", f"Validation: {name}", "step", name, curves, marks=restarts))
-    for name, series in digest.metrics.items():
-        panels.append(Lines(f"metric {name}", name, "step", name, [series.curve(name)], _odd(series), restarts))
+        panels.append(Lines(f"score_{number}", f"Validation: {name}", "step", name, curves, marks=restarts))
+    for number, (name, series) in enumerate(digest.metrics.items()):
+        panels.append(Lines(f"metric_{number}", name, "step", name, [series.curve(name)], _odd(series), restarts))
     if digest.metrics_left_out and panels:
         names = sorted(digest.metrics_left_out)
         said = f"Left out, because there are so many: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."

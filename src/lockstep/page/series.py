@@ -107,7 +107,7 @@ def ratio_curve(name: str, x: Array, part: Array, whole: Array, style: str = "li
         return Curve(name, [], [])
     begins = np.arange(0, len(x), -(-len(x) // most))
     ends = np.append(begins[1:], len(x)) - 1
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         each = part / whole
     finite = np.isfinite(each)
     sums = (np.add.reduceat(np.where(finite, values, 0.0), begins) for values in (part, whole))

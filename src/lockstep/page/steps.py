@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from lockstep.page.series import Array
 FIELDS = ("time", "step", "loss", "grad_norm", "lr", "weight", "items", "padding", "seconds", "skipped")
 ROW = struct.Struct(f"{len(FIELDS)}d")
 pack = ROW.pack
+values_of = itemgetter(*FIELDS)
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,7 @@ class Steps:
         # Copied: Python does not let the bytes grow while an array looks at them.
         table = np.frombuffer(bytes(self._rows)).reshape(-1, len(FIELDS))
         attempts = np.zeros(len(table), np.int64)
-        ends = [begin for begin, _ in self._attempts[1:]] + [len(table)]
-        for (begin, attempt), end in zip(self._attempts, ends, strict=True):
+        for (begin, attempt), (end, _) in pairwise([*self._attempts, (len(table), 0)]):
             attempts[begin:end] = attempt
         return Columns(*[*table.T, attempts])
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.page.attempts import Attempt
+from lockstep.page.damage import LARGEST_COUNT
 from lockstep.page.digest import Digest
 from lockstep.page.panels import State
 from lockstep.page.series import Array
 from lockstep.page.steps import Columns
-from lockstep.page.summary import Compared, Summary, TimeSpent
+from lockstep.page.summary import Summary, TimeSpent
 
 WARM_UP = 2
 """The first steps of an attempt, which compile and fill caches: left out of medians where there are others."""
@@ -72,9 +73,9 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         test_loss=digest.test[1] if digest.test and math.isfinite(digest.test[1]) else None,
         step_seconds=step_seconds,
         items_per_second=rate,
-        items=int(np.nansum(counted.items)),
-        padding=int(np.nansum(counted.padding)),
-        trained=float(np.nansum(counted.weight)),
+        items=int(_total(counted.items)),
+        padding=int(_total(counted.padding)),
+        trained=_total(counted.weight),
         flops_per_second=efficiency.flops_per_second,
         peak_flops=efficiency.peak_flops,
         peak_source=efficiency.source,
@@ -84,8 +85,8 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         kwh=kwh,
         kwh_reason=kwh_reason,
         memory=int(digest.ranks.most_memory) or None,
-        predicted_step=_compared(digest, "step", step_seconds),
-        predicted_memory=_compared(digest, "memory", None),
+        predicted_step=digest.predicted.step(step_seconds),
+        predicted_memory=digest.predicted.memory,
         ranks=ranks,
         hosts=digest.machines.host_summaries(Counter(one.host for one in ranks)),
         gpus=digest.machines.gpu_summaries(),
@@ -103,6 +104,11 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     )
 
 
+def _total(values: Array) -> float:
+    """Of what anybody can have counted: a damaged log may have anything here."""
+    return float(values[np.abs(values) <= LARGEST_COUNT].sum())
+
+
 def _state_before(changed: float, now: float) -> State:
     """Of a run that has said nothing yet."""
     return Attempt(1, changed, changed).stands(now, 0.0, is_last=True)
@@ -115,7 +121,8 @@ def typical(columns: Columns) -> tuple[float | None, float | None]:
     last = columns.where(columns.attempt == columns.attempt[-1])
     warm = last.where(np.arange(len(last)) >= min(WARM_UP, len(last) - 1))
     seconds = float(np.median(warm.seconds))
-    rates = warm.items[warm.seconds > 0] / warm.seconds[warm.seconds > 0]
+    with np.errstate(all="ignore"):
+        rates = warm.items / warm.seconds
     rates = rates[np.isfinite(rates)]
     return seconds, float(np.median(rates)) if len(rates) else None
 
@@ -196,11 +203,3 @@ def _energy(attempts: Sequence[Attempt]) -> tuple[float | None, str]:
     if silent:
         left_out.append(f"attempt{'s' * (len(silent) > 1)} {', '.join(silent[:8])}, which told nothing of it")
     return sum(joules) / 3.6e6, f"without {' and '.join(left_out)}" if left_out else ""
-
-
-def _compared(digest: Digest, what: str, measured: float | None) -> Compared | None:
-    """Prediction and measurement; before the run has compared them itself, with the median step so far."""
-    found = digest.prediction.get(what)
-    if found is None or digest.measured_by_run or not measured:
-        return found
-    return Compared(found.predicted, measured, found.predicted / measured - 1)

@@ -1,0 +1,320 @@
+"""A run in numbers, checked by hand: what headline and advice say rests on these."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.events import Event
+from lockstep.page.panels import State
+from lockstep.page.reading import RunReader
+from lockstep.page.summary import Compared, Summary
+from tests.runs import BEGIN, GB, Made, run_events, write_run
+
+SOON = BEGIN + 100
+LATER = BEGIN + 1e5
+PLAIN = Made(steps=200, ranks=4)
+RESTARTED = Made(steps=200, ranks=4, fails_after=(60,))
+
+
+def summary_of(folder: Path, made: Made, now: float = LATER) -> Summary:
+    reader = RunReader(write_run(folder, made))
+    reader.read()
+    return reader.summary(now)
+
+
+def changed(folder: Path, made: Made, change: Callable[[list[Event]], list[Event]], now: float = LATER) -> Summary:
+    lines = [json.dumps(event) + "\n" for event in change(list(run_events(made)))]
+    (folder / "events.jsonl").write_text("".join(lines))
+    reader = RunReader(folder)
+    reader.read()
+    return reader.summary(now)
+
+
+def test_what_ran_where(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, hosts=2, layout="dp=2,fsdp=2"))
+    assert (found.name, found.state, found.layout, found.world_size, found.nodes) == (
+        "made",
+        "finished",
+        "dp=2,fsdp=2",
+        4,
+        2,
+    )
+    assert (found.device, found.precision, found.parameters, found.item) == ("cpu", "fp32", 812345, "tokens")
+    assert (found.steps, found.total_steps, found.steps_per_epoch) == (200, 200, 120)
+    assert (found.global_batch, found.micro_batch, found.saved_step) == (32, 8, 200)
+
+
+def test_the_time_of_a_run_without_trouble(tmp_path: Path) -> None:
+    """10 s to start; 200 steps of 0.1 s; 4 validations of 1 s and 4 stalls of 0.1 s: 34.4 s."""
+    found = summary_of(tmp_path, PLAIN)
+    spent = found.spent
+    assert found.end - found.begin == pytest.approx(34.4)
+    assert spent.whole == pytest.approx(34.4)
+    assert spent.starting == pytest.approx(10)
+    assert spent.useful == pytest.approx(200 * 0.07)
+    assert spent.input == pytest.approx(200 * 0.005)
+    assert spent.communication == pytest.approx(200 * 0.01)
+    assert spent.optimizer == pytest.approx(200 * 0.01)
+    assert spent.between == pytest.approx(200 * 0.005)
+    assert spent.validation == pytest.approx(4)
+    assert spent.checkpoints == pytest.approx(0.4)
+    assert (spent.repeated, spent.stopped) == (0, 0)
+    assert spent.other == pytest.approx(0, abs=1e-4)
+    assert spent.goodput == pytest.approx(20 / 34.4)
+
+
+def test_the_time_of_a_run_that_was_started_again(tmp_path: Path) -> None:
+    """Steps 51 to 60 are done twice; 20 s lie between the attempts, and 0.5 s before the failure is told."""
+    found = summary_of(tmp_path, RESTARTED)
+    spent = found.spent
+    assert spent.repeated == pytest.approx(10 * 0.1)
+    assert spent.stopped == pytest.approx(20)
+    assert spent.starting == pytest.approx(20)
+    assert spent.useful + spent.input + spent.communication + spent.optimizer + spent.between == pytest.approx(20)
+    assert spent.other == pytest.approx(0.5, abs=1e-3)
+    assert spent.whole == pytest.approx(found.end - found.begin)
+    assert spent.goodput == pytest.approx(20 / (34.4 + 1 + 20 + 10 + 0.5))
+
+
+def test_skipped_steps_count_as_repeated_and_their_items_do_not_count(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, not_finite=(7, 8, 9), padding=100))
+    assert found.skipped_steps == found.alarms == 3
+    assert found.spent.repeated == pytest.approx(0.3)
+    assert found.items == 197 * 32 * 64
+    assert found.padding == 197 * 100
+    assert found.trained == 197 * (32 * 64 - 100)
+
+
+def test_items_of_steps_done_again_count_once(tmp_path: Path) -> None:
+    assert summary_of(tmp_path, RESTARTED).items == 200 * 32 * 64
+
+
+def test_a_slow_first_step_is_part_of_the_start(tmp_path: Path) -> None:
+    def slow(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "step" and event["step"] == 1:
+                event["seconds"] = 5.1
+                first = event["time"]
+        return [{**event, "time": event["time"] + 5} if event["time"] >= first else event for event in events]
+
+    found = changed(tmp_path, PLAIN, slow)
+    assert found.spent.starting == pytest.approx(15)
+    assert found.spent.useful == pytest.approx(14)
+    assert found.step_seconds == pytest.approx(0.1)
+
+
+def test_attempts_say_what_they_did_and_how_they_ended(tmp_path: Path) -> None:
+    first, second = summary_of(tmp_path, RESTARTED).attempts
+    assert (first.number, first.first_step, first.last_step, first.state) == (1, 1, 60, "failed")
+    assert first.why == "rank 0 on node1 raised ValueError: something broke"
+    assert (second.first_step, second.last_step, second.state, second.why) == (51, 200, "finished", "")
+    assert second.begin - first.end == pytest.approx(20, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ending", "now", "state"),
+    [
+        ("end", LATER, "finished"),
+        ("stop", LATER, "stopped"),
+        ("failed", LATER, "failed"),
+        ("killed", SOON, "running"),
+        ("killed", LATER, "lost"),
+    ],
+)
+def test_the_state_of_a_run(tmp_path: Path, ending: str, now: float, state: State) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, ending=ending), now)
+    assert (found.state, found.attempts[-1].state) == (state, state)
+
+
+def test_a_failure_that_is_restarted_is_still_running_for_a_while(tmp_path: Path) -> None:
+    def until_the_failure(events: list[Event]) -> list[Event]:
+        return [event for event in events if event["attempt"] == 1]
+
+    assert changed(tmp_path, RESTARTED, until_the_failure, SOON).state == "running"
+    assert changed(tmp_path, RESTARTED, until_the_failure, LATER).state == "failed"
+
+
+def test_an_attempt_that_said_nothing_was_lost_where_another_follows(tmp_path: Path) -> None:
+    def silent(events: list[Event]) -> list[Event]:
+        return [event for event in events if event["kind"] not in ("failure", "stop")]
+
+    found = changed(tmp_path, RESTARTED, silent)
+    assert found.attempts[0].state == "lost"
+    assert found.attempts[0].why.startswith("no event tells how it ended")
+
+
+def test_what_slurm_says_of_a_job_counts_where_the_run_says_nothing(tmp_path: Path) -> None:
+    fields = {"restart": 0, "nodes": "node1", "partition": "gpu", "account": "a", "exit_code": "", "reason": ""}
+
+    def in_a_job(events: list[Event]) -> list[Event]:
+        job = {"kind": "job", "attempt": 1, "id": "4711", **fields}
+        queued = {**job, "time": BEGIN - 100, "state": "PENDING"}
+        over = {**job, "time": BEGIN + 9e4, "state": "TIMEOUT"}
+        return [queued, {**job, "time": BEGIN - 1, "state": "RUNNING"}, *events, over]
+
+    found = changed(tmp_path, replace(PLAIN, ending="killed"), in_a_job)
+    assert (found.state, found.attempts[0].job) == ("stopped", "4711")
+    assert found.spent.stopped == pytest.approx(100)
+    assert found.end - found.begin == pytest.approx(134.4)
+
+
+def test_speed_is_that_of_the_median_step(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, PLAIN)
+    assert found.step_seconds == pytest.approx(0.1)
+    assert found.items_per_second == pytest.approx(32 * 64 / 0.1)
+
+
+def test_mfu_is_the_work_of_the_model_over_what_all_devices_can_do(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, per_sample=5e9, peak=1e12))
+    assert found.flops_per_second == pytest.approx(5e9 * 32 / 0.1)
+    assert found.peak_flops == pytest.approx(4e12)
+    assert found.mfu == pytest.approx(0.4)
+    assert found.peak_source == "NVIDIA H200: data sheet, dense bf16"
+    assert found.mfu_reason == ""
+
+
+def test_an_mfu_above_one_is_an_error(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, per_sample=5e9, peak=3e11))
+    assert found.mfu is None
+    assert found.mfu_reason.startswith("ERROR: 133 % of the peak cannot be")
+
+
+def test_without_a_peak_there_is_no_mfu_and_a_reason(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, peak=None))
+    assert (found.mfu, found.peak_flops) == (None, None)
+    assert found.flops_per_second == pytest.approx(3.2e11)
+    assert found.mfu_reason == "nobody has measured what this device can do"
+
+
+def test_cost_in_device_hours_and_energy(tmp_path: Path) -> None:
+    """4 ranks for 24.4 s less what came after the last report; two of four GPUs at work: 100 + 600 + 120 W."""
+    made = replace(PLAIN, ranks=2, gpus=4, validate_every=None, save_every=None)
+    found = summary_of(tmp_path, made)
+    assert found.device_hours == pytest.approx(2 * 30 / 3600)
+    assert found.kwh == pytest.approx(820 * 30 / 3.6e6)
+    assert found.kwh_reason == ""
+
+
+def test_energy_of_attempts_adds_up(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(RESTARTED, validate_every=None, stall=0.0))
+    assert found.kwh == pytest.approx(100 * ((10 + 6.0) + (10 + 15.0)) / 3.6e6, rel=1e-4)
+
+
+def test_energy_that_nobody_measures_is_not_known(tmp_path: Path) -> None:
+    assert summary_of(tmp_path, replace(PLAIN, joules=False)).kwh is None
+    found = summary_of(tmp_path, replace(PLAIN, joules=False))
+    assert found.kwh_reason == "nobody measures the power of these hosts"
+    assert summary_of(tmp_path, replace(PLAIN, tells_machine=False)).kwh_reason == (
+        "no event tells what the hosts used up"
+    )
+
+
+def test_energy_says_whom_it_leaves_out(tmp_path: Path) -> None:
+    def without_node2(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "machine":
+                event["hosts"][1]["joules"] = None
+        return events
+
+    found = changed(tmp_path, replace(PLAIN, hosts=2), without_node2)
+    assert found.kwh is not None
+    assert found.kwh_reason == "without node2, whose power nobody measures"
+
+
+def test_losses(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, PLAIN)
+    assert found.loss == pytest.approx(PLAIN.loss(200))
+    assert found.best_step == 200
+    assert found.best_loss == pytest.approx(PLAIN.loss(200) + 0.1)
+    assert found.test_loss is None
+    odd = summary_of(tmp_path, replace(PLAIN, not_finite=range(1, 201)))
+    assert (odd.loss, odd.best_loss, odd.best_step) == (None, None, None)
+    assert odd.items == 0
+
+
+def test_the_best_validation_of_steps_that_were_taken_back_does_not_count(tmp_path: Path) -> None:
+    def better(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "validation" and event["attempt"] == 1:
+                event["loss"] = 0.01
+        return events
+
+    made = replace(RESTARTED, fails_after=(110,), save_every=60, steps=150)
+    assert changed(tmp_path, made, better).best_step == 50
+    lost = replace(RESTARTED, fails_after=(110,), save_every=None, steps=150)
+    assert changed(tmp_path, lost, better).best_step == 150
+
+
+def test_ranks_hosts_and_gpus_also_unused_ones(tmp_path: Path) -> None:
+    made = replace(PLAIN, ranks=2, gpus=3, threads=16, workers=2, slow_compute={1: 0.05})
+    found = summary_of(tmp_path, made)
+    first, second = found.ranks
+    assert (first.rank, first.host, first.threads, first.workers) == (0, "node1", 16, 2)
+    assert (first.input, first.compute, first.optimizer, first.between, first.wait) == pytest.approx(
+        (0.005, 0.07, 0.01, 0.005, 0.06)
+    )
+    assert (second.compute, second.wait) == pytest.approx((0.12, 0.01))
+    assert (first.memory, second.memory, found.memory) == (GB, GB + 1000, GB + 1000)
+    assert first.cores == pytest.approx(1)
+    (host,) = found.hosts
+    assert (host.host, host.cores, host.ranks) == ("node1", 16, 2)
+    assert host.cpu == pytest.approx(2 / 16)
+    assert [gpu.ranks for gpu in found.gpus] == [(0,), (1,), ()]
+    unused = found.gpus[2]
+    assert (unused.index, unused.busy, unused.memory, unused.watts) == (2, 0, GB // 2, 60)
+    assert found.gpus[0].busy == pytest.approx(0.9)
+    assert found.gpus[0].memory_total == 150 * GB
+
+
+def test_predicted_and_measured(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, replace(PLAIN, predicted_step=0.12))
+    assert found.predicted_step is not None
+    assert astuple(found.predicted_step) == pytest.approx((0.12, 0.1, 0.2))
+    assert found.predicted_memory == Compared(GB, None, None)
+    running = summary_of(tmp_path, replace(PLAIN, predicted_step=0.08, ending="killed"))
+    assert running.predicted_step is not None
+    assert astuple(running.predicted_step) == pytest.approx((0.08, 0.1, -0.2))
+    assert summary_of(tmp_path, replace(PLAIN, predicted_step=None)).predicted_step is None
+
+
+def test_checkpoints_stragglers_and_warnings_are_counted(tmp_path: Path) -> None:
+    def told(events: list[Event]) -> list[Event]:
+        at = {"time": BEGIN + 15, "attempt": 1}
+        slow = {"kind": "straggler", "step": 9, "rank": 1, "host": "node1", "cause": "compute", "others": 0.1, **at}
+        warning = {"kind": "message", "level": "warning", "text": "careful", **at}
+        more = [{**slow, "seconds": 0.2, "text": "one"}, {**slow, "seconds": 0.3, "text": "two"}, warning]
+        return [*events[:40], *more, {**warning, "level": "info"}, *events[40:]]
+
+    found = changed(tmp_path, PLAIN, told)
+    (slow,) = found.stragglers
+    assert (slow.rank, slow.cause, slow.seconds, slow.others, slow.text, slow.times) == (
+        1,
+        "compute",
+        0.3,
+        0.1,
+        "two",
+        2,
+    )
+    assert (found.checkpoints, found.checkpoint_bytes, found.warnings) == (4, 9812345, 1)
+    assert found.checkpoint_stalls == pytest.approx(0.4)
+
+
+def test_one_step_is_enough_for_all_numbers(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, Made(steps=1, ranks=1, validate_every=None, save_every=None))
+    assert (found.steps, found.layout) == (1, "single")
+    assert found.step_seconds == pytest.approx(0.1)
+    assert found.spent.whole == pytest.approx(10.1)
+    assert not math.isnan(found.spent.goodput or math.nan)
+
+
+def test_a_run_that_failed_before_its_first_step(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, Made(steps=0, ending="failed"))
+    assert (found.state, found.steps, found.step_seconds, found.mfu, found.loss) == ("failed", 0, None, None, None)
+    assert found.spent.starting == pytest.approx(10.5)
+    assert found.spent.goodput == 0
