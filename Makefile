@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 
-.PHONY: setup demo test test-all bench peers lint format coverage clean
+.PHONY: setup demo test test-all bench peers lint format coverage clean page page-packages
 
 setup: $(READY)
 
@@ -36,6 +36,19 @@ test-all: $(PEERS)
 
 bench: $(PEERS)
 	$(BIN)/python benchmarks/overhead.py
+
+# The page's script and style, bundled; they are committed, so that only who changes them needs npm.
+FRONT := src/lockstep/page/front
+PACKAGES := $(FRONT)/node_modules/.package-lock.json
+
+page: $(PACKAGES)
+	npm run --silent build --prefix $(FRONT)
+
+page-packages: $(PACKAGES)
+
+$(PACKAGES): $(FRONT)/package.json $(FRONT)/package-lock.json
+	npm ci --silent --no-audit --no-fund --prefix $(FRONT)
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

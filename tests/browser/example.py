@@ -37,7 +37,7 @@ from lockstep.page.panels import (
 START = 1760000000.0
 STEPS = 3000
 SECONDS_PER_STEP = 0.42
-HOSTILE = "</script><img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script>\u2028'\"&<b>"
+HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u2028\'"&<b>'
 
 
 def example_run(name: str = "lm-wikitext", steps: int = STEPS, seed: int = 0) -> RunPage:
@@ -58,7 +58,7 @@ def example_run(name: str = "lm-wikitext", steps: int = STEPS, seed: int = 0) ->
         title=name,
         subtitle="dp=2,tp=2,pp=2 on 8 GPUs of 2 nodes (NVIDIA H200, bf16), 124 M parameters, Slurm job 4711",
         state="finished",
-        verdict="It finished all 3,000 steps in 21 min with one restart; one rank held the others up for an eighth of it.",
+        verdict="It finished all 3,000 steps in 21 min with one restart; one rank held the others up.",
         facts=facts,
     )
     advice = [
@@ -72,7 +72,9 @@ def example_run(name: str = "lm-wikitext", steps: int = STEPS, seed: int = 0) ->
             "30 checkpoints held the training up for 48 s, 4 % of the time.",
             "time",
         ),
-        Advice("GPU 3 of node1 is used by nobody: start one more rank there.", "It was busy 0 % of the time.", "nothing"),
+        Advice(
+            "GPU 3 of node1 is used by nobody: start one more rank there.", "It was busy 0 % of the time.", "nothing"
+        ),
     ]
     return RunPage(name, headline, advice, [], _sections(draw, at, steps))
 
@@ -83,8 +85,10 @@ def _sections(draw: random.Random, at: list[float], steps: int) -> list[Section]
         Section("time", "Where the time went", _time(draw, at)),
         Section("ranks", "Ranks", [_heat(draw, at), mesh({"pp": 2, "dp": 2, "tp": 2}, 4, slow=[5]), timetable()]),
         Section("machine", "Machines", _machines(draw, steps), "What the nodes did, also with GPUs that nobody uses."),
-        Section("events", "What happened", [_timeline(draw, steps)]),
-        Section("config", "Configuration", [_checkpoints(), Text("config", "Resolved config", CONFIG, language="toml")]),
+        Section("events", "What happened", [_timeline(steps)]),
+        Section(
+            "config", "Configuration", [_checkpoints(), Text("config", "Resolved config", CONFIG, language="toml")]
+        ),
     ]
 
 
@@ -149,10 +153,15 @@ def _learning(draw: random.Random, at: list[float], steps: int) -> list[Panel]:
 
 
 def _time(draw: random.Random, at: list[float]) -> list[Panel]:
-    means = {"compute": 0.26, "communication": 0.062, "input": 0.04, "optimizer": 0.021, "checkpoint": 0.012, "idle": 0.01}
-    parts = [
-        Curve(name, at, [mean * (1 + abs(draw.gauss(0, 0.08))) for _ in at]) for name, mean in means.items()
-    ]
+    means = {
+        "compute": 0.26,
+        "communication": 0.062,
+        "input": 0.04,
+        "optimizer": 0.021,
+        "checkpoint": 0.012,
+        "idle": 0.01,
+    }
+    parts = [Curve(name, at, [mean * (1 + abs(draw.gauss(0, 0.08))) for _ in at]) for name, mean in means.items()]
     amounts = {
         "useful steps": 812.0, "communication": 153.0, "input": 108.0, "starting": 61.0, "checkpoints": 48.0,
         "repeated steps": 31.0, "stopped": 26.0, "validation": 22.0, "other": 4.0,
@@ -238,17 +247,21 @@ def _machines(draw: random.Random, steps: int) -> list[Panel]:
     def curve(name: str, mean: float, spread: float, most: float = math.inf) -> Curve:
         return Curve(name, times, [min(most, max(0.0, draw.gauss(mean, spread))) for _ in times])
 
-    gpus = [curve(f"node{1 + gpu // 4} GPU {gpu % 4}", 0.0 if gpu == 3 else 0.88, 0.04 * (gpu != 3), 1) for gpu in range(8)]
+    gpus = [
+        curve(f"node{1 + gpu // 4} GPU {gpu % 4}", 0.0 if gpu == 3 else 0.88, 0.04 * (gpu != 3), 1) for gpu in range(8)
+    ]
     memory = [curve(f"rank {rank}", 52e9 + 1.2e9 * rank, 2e8) for rank in range(8)]
+    power = [curve("node1", 2210, 60), curve("node2", 2450, 60)]
+    network = [curve("node1", 2.1e9, 2e8), curve("node2", 2.2e9, 2e8)]
     return [
         Lines("gpu", "GPU busy", "time", "share of the time", gpus, unit="share", most=1.0),
         Lines("memory", "Memory", "time", "held by each rank", memory, unit="B"),
-        Lines("power", "Power", "time", "of all GPUs of a node", [curve("node1", 2210, 60), curve("node2", 2450, 60)], unit="W"),
-        Lines("network", "Network", "time", "sent by each node", [curve("node1", 2.1e9, 2e8), curve("node2", 2.2e9, 2e8)], unit="B/s"),
-    ]  # fmt: skip
+        Lines("power", "Power", "time", "of all GPUs of a node", power, unit="W"),
+        Lines("network", "Network", "time", "sent by each node", network, unit="B/s"),
+    ]
 
 
-def _timeline(draw: random.Random, steps: int) -> Timeline:
+def _timeline(steps: int) -> Timeline:
     end = START + steps * SECONDS_PER_STEP
     middle = START + (end - START) * 0.5
     spans = [
@@ -281,9 +294,9 @@ def example_page(live: bool = False, steps: int = STEPS) -> Page:
     return Page("lm-wikitext", START + 4000, "0.1", [example_run(steps=steps)], live=live)
 
 
-def comparison_page() -> Page:
+def comparison_page(steps: int = STEPS) -> Page:
     """Three runs side by side."""
-    runs = [example_run(f"lm {ranks} GPUs", seed=ranks) for ranks in (1, 4, 8)]
+    runs = [example_run(f"lm {ranks} GPUs", steps, seed=ranks) for ranks in (1, 4, 8)]
     speed = Lines(
         "scaling",
         "Speed-up",
@@ -320,13 +333,14 @@ def hostile_page() -> Page:
 def sparse_page() -> Page:
     """One step, no validation, values that are not numbers, empty panels and an empty section."""
     nan = math.nan
+    parts = [Curve("compute", [1.0], [0.2]), Curve("input", [1.0], [nan])]
     panels: list[Panel] = [
         Lines("one", "One step", "step", "loss", [Curve("train", [1.0], [10.8])]),
         Lines("none", "No curve", "step", "loss", []),
         Lines("nan", "Nothing finite", "step", "loss", [Curve("train", [1.0, 2.0, 3.0], [nan, nan, nan])]),
         Lines("zero", "All zero", "step", "", [Curve("lr", [1.0, 2.0], [0.0, 0.0])], log=True),
         Lines("holes", "Holes", "step", "loss", [Curve("train", [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, nan, 2.5, nan, 2.0])]),
-        Stack("parts", "One step of parts", "step", "", [1.0], [Curve("compute", [1.0], [0.2]), Curve("input", [1.0], [nan])]),
+        Stack("parts", "One step of parts", "step", "", [1.0], parts),
         Shares("shares", "Nothing spent", "s", []),
         Heat("heat", "No value", "step", [1.0], ["rank 0"], [Layer("compute", "s", [[nan]])]),
         Timeline("timeline", "No attempt", [], []),

@@ -28,31 +28,31 @@ PLAIN_ROWS = 100
 
 
 def page_html(page: Page, *, data_url: str | None = None) -> str:
-    """All of the page. With `data_url`, relative to the page, the script asks there for `as_json(page)` while `page.live`."""
+    """All of the page. With `data_url`, relative to it, the script asks there for `as_json(page)` while `page.live`."""
     style, script = _asset("page.css"), _asset("page.js")
     url = f' data-url="{escape(data_url)}"' if data_url is not None else ""
     policy = _policy(is_live=data_url is not None)
     lines = [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="referrer" content="no-referrer">',
-            f'<meta name="generator" content="Lockstep {escape(page.version)}">',
-            f"<title>{escape(page.title)}</title>",
-            f'<link rel="icon" href="{escape(ICON)}">',
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            *_plain(page),
-            f'<script type="application/json" id="data"{url}>{data_text(page)}</script>',
-            f"<script>{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="referrer" content="no-referrer">',
+        f'<meta name="generator" content="Lockstep {escape(page.version)}">',
+        f"<title>{escape(page.title)}</title>",
+        f'<link rel="icon" href="{escape(ICON)}">',
+        f"<style>{style}</style>",
+        "</head>",
+        "<body>",
+        *_plain(page),
+        f'<script type="application/json" id="data"{url}>{data_text(page)}</script>',
+        f"<script>{script}</script>",
+        "</body>",
+        "</html>",
+        "",
+    ]
     return _writable("\n".join(lines))
 
 
@@ -160,7 +160,7 @@ def _table(table: Table) -> Iterable[str]:
 def _cells(tag: str, texts: list[str], right: list[bool]) -> str:
     sides = right + [False] * (len(texts) - len(right))
     return "".join(
-        f'<{tag}{" class=right" if is_right else ""}>{escape(text)}</{tag}>'
+        f"<{tag}{' class=right' if is_right else ''}>{escape(text)}</{tag}>"
         for text, is_right in zip(texts, sides, strict=False)
     )
 

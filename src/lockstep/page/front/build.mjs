@@ -19,4 +19,7 @@ await build({
   outfile: `${target}/page.js`,
   logLevel: "warning",
 });
-await writeFile(`${target}/LICENSES.txt`, `The page's script and style contain uPlot ${uplot.version}:\n\n${licence}\n`);
+await writeFile(
+  `${target}/LICENSES.txt`,
+  `The page's script and style contain uPlot ${uplot.version}:\n\n${licence}\n`,
+);

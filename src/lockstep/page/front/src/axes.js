@@ -4,7 +4,9 @@ import { axisTexts, grouped, logTexts } from "./format.js";
 import { ink } from "./theme.js";
 
 const FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif';
-const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
+const WHOLE = [1, 2, 5]
+  .flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power))
+  .sort((a, b) => a - b);
 
 // One place on the x axis in words. Charts over time count from the start of the run.
 export function placeText(kind, x, start) {
@@ -18,7 +20,15 @@ export function placeHeading(kind) {
 }
 
 export function xAxis(kind, start, xs) {
-  const axis = { ...common(), label: kind === "time" ? undefined : placeHeading(kind), labelSize: 22, labelGap: 0, labelFont: FONT, space: kind === "time" ? 90 : 70, size: 34 };
+  const axis = {
+    ...common(),
+    label: kind === "time" ? undefined : placeHeading(kind),
+    labelSize: 22,
+    labelGap: 0,
+    labelFont: FONT,
+    space: kind === "time" ? 90 : 70,
+    size: 34,
+  };
   if (kind === "time") {
     axis.incrs = TIME_STEPS;
     axis.space = () => (isByClock() ? 130 : 90);
@@ -100,4 +110,3 @@ export function logRange(low, high) {
   if (low === null || low === undefined || low <= 0) return [0.1, 1];
   return [low / 1.15, high * 1.15];
 }
-

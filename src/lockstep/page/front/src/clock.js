@@ -6,8 +6,34 @@ const MINUTE = 60;
 const HOUR = 60 * MINUTE;
 const DAY = 24 * HOUR;
 export const TIME_STEPS = [
-  0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 15 * MINUTE, 30 * MINUTE,
-  HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 7 * DAY, 14 * DAY, 28 * DAY, 91 * DAY, 365 * DAY,
+  0.001,
+  0.01,
+  0.1,
+  0.5,
+  1,
+  2,
+  5,
+  10,
+  15,
+  30,
+  MINUTE,
+  2 * MINUTE,
+  5 * MINUTE,
+  10 * MINUTE,
+  15 * MINUTE,
+  30 * MINUTE,
+  HOUR,
+  2 * HOUR,
+  3 * HOUR,
+  6 * HOUR,
+  12 * HOUR,
+  DAY,
+  2 * DAY,
+  7 * DAY,
+  14 * DAY,
+  28 * DAY,
+  91 * DAY,
+  365 * DAY,
 ];
 
 const listeners = new Set();
@@ -30,7 +56,9 @@ export function onClock(listener) {
 
 // `time` is Unix time, `start` that of the run.
 export function momentText(time, start) {
-  return byClock ? clockText(time, 1, true) : `${time < start ? "−" : "+"}${duration(Math.abs(time - start))}`.replace("+0 s", "start");
+  return byClock
+    ? clockText(time, 1, true)
+    : `${time < start ? "−" : "+"}${duration(Math.abs(time - start))}`.replace("+0 s", "start");
 }
 
 export function fullClock(time) {
@@ -41,7 +69,8 @@ export function fullClock(time) {
 export function timeSplits(low, high, step, start) {
   const offset = byClock ? start - new Date(start * 1000).getTimezoneOffset() * MINUTE : 0;
   const splits = [];
-  for (let at = Math.ceil((low + offset) / step - 1e-9); at * step - offset <= high + 1e-9 && splits.length < 100; at++) splits.push(at * step - offset);
+  for (let at = Math.ceil((low + offset) / step - 1e-9); at * step - offset <= high + 1e-9 && splits.length < 100; at++)
+    splits.push(at * step - offset);
   return splits;
 }
 

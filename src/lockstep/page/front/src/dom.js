@@ -34,10 +34,14 @@ export function button(text, press, attributes = {}) {
 
 // A button that stays down.
 export function toggle(text, isDown, press, attributes = {}) {
-  const element = button(text, () => {
-    setDown(element, !isPressed(element));
-    press(isPressed(element));
-  }, attributes);
+  const element = button(
+    text,
+    () => {
+      setDown(element, !isPressed(element));
+      press(isPressed(element));
+    },
+    attributes,
+  );
   setDown(element, isDown);
   return element;
 }

@@ -1,7 +1,7 @@
 // A picture of our own that is drawn anew when its room, the colours or the clock change.
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
-import { onTheme } from "./theme.js";
+import { isOnPaper, onTheme } from "./theme.js";
 
 const PRINTED_WIDTH = 680;
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -9,7 +9,7 @@ const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowD
 // `draw(width)` gives the nodes; `move(right, down)` is told of arrow keys, `point(event or null)` of the mouse.
 export function drawing(draw, { move = null, point = null, className }) {
   const element = make("div", { class: `drawing ${className}`, role: "img", tabindex: move ? "0" : null });
-  let width = 0;
+  let width = isOnPaper() ? PRINTED_WIDTH : 0;
 
   function redraw() {
     if (width > 0) element.replaceChildren(...draw(width));

@@ -1,8 +1,30 @@
 // Numbers as people read them, like lockstep/amounts.py.
 
-const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
-const BYTES = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
-const SECONDS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
+const PREFIXES = [
+  [1e18, "E"],
+  [1e15, "P"],
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+  [1, ""],
+];
+const BYTES = [
+  [1e15, "PB"],
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+  [1, "B"],
+];
+const SECONDS = [
+  [86400, "d"],
+  [3600, "h"],
+  [60, "min"],
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "µs"],
+];
 const NONE = "–";
 // From here on the digits that are written say that it is the next unit.
 const ROUNDED_UP = 0.9995;
@@ -26,7 +48,11 @@ export function plain(value, digits = 4) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e9 || size < 1e-4) return value.toExponential(digits - 2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 1e9 || size < 1e-4)
+    return value
+      .toExponential(digits - 2)
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   if (size >= 10 ** (digits - 1)) return grouped(Math.round(value));
   return String(Number(value.toPrecision(digits)));
 }
@@ -55,13 +81,15 @@ export function axisTexts(values, unit) {
   const [size, name] = isNarrow || most === 0 ? [1, unit === "share" ? "%" : unit] : scaleOf(most, unit);
   const scale = unit === "share" ? 0.01 : size;
   const shown = values.filter((value) => value !== null).map((value) => value / scale);
-  const distance = shown.length > 1 ? Math.min(...shown.slice(1).map((value, at) => Math.abs(value - shown[at]))) : 0;
-  const digits = distance > 0 ? Math.max(0, Math.min(9, -Math.floor(Math.log10(distance) + 1e-9))) : 2;
+  const distance = shown.length > 1 ? Math.abs(shown[1] - shown[0]) : Math.abs(shown[0] ?? 1);
+  const isExact = (digits) =>
+    shown.every((value) => Math.abs(Number(value.toFixed(digits)) - value) <= distance * 1e-6);
+  const digits = [0, 1, 2, 3, 4, 5, 6, 7, 8].find(isExact) ?? 9;
   return values.map((value) => {
     if (value === null) return "";
-    if (Math.abs(value) < distance * scale * 1e-6) return "0";
+    if (Math.abs(value) <= distance * scale * 1e-6) return "0";
     if (unit === "" && Math.abs(value) < 1e-4) return plain(value, 3);
-    return `${grouped(trimmed(value / scale, digits))} ${name}`.trim();
+    return `${grouped((value / scale).toFixed(digits))} ${name}`.trim();
   });
 }
 
@@ -70,19 +98,26 @@ export function logTexts(values, unit) {
   return values.map((value) => (value === null ? "" : amount(Number(value.toPrecision(3)), unit)));
 }
 
-function trimmed(value, digits) {
-  const fits = [digits, digits + 1, digits + 2].find((count) => Math.abs(Number(value.toFixed(count)) - value) < 1e-9);
-  return (Math.abs(value) < 1e-12 ? 0 : value).toFixed(Math.min(fits ?? digits, 20));
-}
-
 // "1:02:05" would not say what it counts: "1 h 2 min".
 export function duration(seconds) {
   const whole = Math.round(Math.abs(seconds));
   const sign = seconds < 0 ? "−" : "";
-  const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  const parts = [
+    [Math.floor(whole / 86400), "d"],
+    [Math.floor(whole / 3600) % 24, "h"],
+    [Math.floor(whole / 60) % 60, "min"],
+    [whole % 60, "s"],
+  ];
   const first = parts.findIndex(([count]) => count > 0);
   if (first < 0) return "0 s";
-  return sign + parts.slice(first, first + 2).filter(([count]) => count > 0).map(([count, name]) => `${count} ${name}`).join(" ");
+  return (
+    sign +
+    parts
+      .slice(first, first + 2)
+      .filter(([count]) => count > 0)
+      .map(([count, name]) => `${count} ${name}`)
+      .join(" ")
+  );
 }
 
 export function percent(share) {

@@ -46,7 +46,8 @@ export function groups(sizes, axis) {
   const world = sizes.reduce((product, size) => product * size, 1);
   const found = [];
   for (let rank = 0; rank < world; rank++) {
-    if (Math.floor(rank / stride) % sizes[axis] === 0) found.push(Array.from({ length: sizes[axis] }, (_, number) => rank + number * stride));
+    if (Math.floor(rank / stride) % sizes[axis] === 0)
+      found.push(Array.from({ length: sizes[axis] }, (_, number) => rank + number * stride));
   }
   return found;
 }

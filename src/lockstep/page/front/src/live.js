@@ -10,7 +10,7 @@ export function follow(url, view) {
   const light = make("span", { class: "live-light", "aria-hidden": "true" });
   const words = make("span", { role: "status" });
   const age = make("span", { class: "live-age" });
-  view.status.replaceChildren(light, words, age);
+  view.status.replaceChildren(light, make("div", {}, words, age));
   let version = null;
   let updated = Date.now();
   let wait = OFTEN;
@@ -37,14 +37,18 @@ export function follow(url, view) {
     if (isAsking || isOver) return;
     isAsking = true;
     try {
-      const answer = await fetch(url, { cache: "no-store", credentials: "same-origin", headers: version ? { "If-None-Match": version } : {} });
+      const answer = await fetch(url, {
+        cache: "no-store",
+        credentials: "same-origin",
+        headers: version ? { "If-None-Match": version } : {},
+      });
       if (answer.status === 304) wait = Math.min(SELDOM, wait * 1.5);
       else if (answer.ok) take(await answer.json(), answer.headers.get("ETag"));
       else throw new Error(`status ${answer.status}`);
       if (!isOver) say("live", "Live");
     } catch {
       wait = Math.min(SELDOM, wait * 1.5);
-      say("gone", "The board does not answer; this is what it said last");
+      say("gone", "The board does not answer");
     }
     isAsking = false;
     later();

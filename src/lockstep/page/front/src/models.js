@@ -1,11 +1,14 @@
 // From a panel of lines or of a stack to what a chart draws: one x for all, and the values of each curve over it.
 import uPlot from "uplot";
 
-// `curves` have a name, a style and the columns of `columns` that are theirs; `own` are the values to be told.
+// `curves` have a name, a style and the columns of `columns` that are theirs; `told` are these columns with all values,
+// also those that cannot be drawn, and `own` those of each curve.
 export function linesModel(panel, { start, isLog }) {
   const tables = panel.curves.map((curve) => [
     panel.x === "time" ? curve.x.map((x) => x - start) : curve.x,
-    ...[curve.y, curve.low, curve.high].filter((values) => values).map((values) => (isLog ? values.map(abovezero) : values)),
+    ...[curve.y, curve.low, curve.high]
+      .filter((values) => values)
+      .map((values) => (isLog ? values.map(abovezero) : values)),
   ]);
   const columns = tables.length > 0 ? uPlot.join(tables) : [[]];
   let next = 1;
@@ -15,8 +18,11 @@ export function linesModel(panel, { start, isLog }) {
     next += hasBand ? 3 : 1;
     return { name: curve.name, style: curve.style, at, low: hasBand ? at + 1 : null, high: hasBand ? at + 2 : null };
   });
-  const lost = isLog ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0) : 0;
-  return { columns, curves, own: curves.map((curve) => columns[curve.at]), lost };
+  const lost = isLog
+    ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0)
+    : 0;
+  const told = isLog ? linesModel(panel, { start, isLog: false }).columns : columns;
+  return { columns, curves, told, own: curves.map((curve) => told[curve.at]), lost };
 }
 
 function abovezero(value) {
@@ -35,12 +41,24 @@ export function stackModel(panel, { start, hidden }) {
       return sums[at];
     }),
   );
-  const curves = panel.parts.map((part, number) => ({ name: part.name, style: "area", at: panel.parts.length - number, low: null, high: null }));
-  return { columns: [xs, ...tops.reverse()], curves, own, total: sums, lost: 0 };
+  const curves = panel.parts.map((part, number) => ({
+    name: part.name,
+    style: "area",
+    at: panel.parts.length - number,
+    low: null,
+    high: null,
+  }));
+  const columns = [xs, ...tops.reverse()];
+  return { columns, curves, told: columns, own, total: sums, lost: 0 };
 }
 
-// Values with nothing beside them: no line goes through them, so that they need a dot.
-export function lonely(values) {
+// The values that get a dot: all where they are few, else those with nothing beside them, through which no line goes.
+export function dotted(values, few) {
+  const known = values.flatMap((value, at) => (value === null || value === undefined ? [] : [at]));
+  return known.length <= few ? known : lonely(values);
+}
+
+function lonely(values) {
   const found = [];
   let before = null;
   for (let at = 0; at < values.length; at++) {
@@ -55,14 +73,14 @@ export function lonely(values) {
   return found;
 }
 
-// The place nearest to `at` where a curve has a value, within the curve's own ends.
-export function nearest(values, at) {
+// The column nearest to `at` where a curve has a value, within the curve's own ends.
+export function nearest(values, at, xs) {
   if (values[at] !== undefined) return at;
   let [left, right] = [at, at];
   while (left >= 0 && values[left] === undefined) left--;
   while (right < values.length && values[right] === undefined) right++;
   if (left < 0 || right >= values.length) return null;
-  return at - left <= right - at ? left : right;
+  return xs[at] - xs[left] <= xs[right] - xs[at] ? left : right;
 }
 
 export function lastOf(values) {

@@ -17,8 +17,17 @@ export function pageView(first) {
   const status = make("div", { class: "live" });
   const dark = toggle("Dark", isDark(), choose, { class: "small", title: "Dark colours" });
   onTheme(() => setDown(dark, isDark()));
-  const clock = toggle("Clock time", isByClock(), chooseClock, { class: "small", title: "Times by the clock, not since the start of the run" });
-  const bar = make("div", { class: "bar-top" }, make("span", { class: "brand" }, "Lockstep"), status, make("div", { class: "bar-tools" }, clock, dark));
+  const clock = toggle("Clock time", isByClock(), chooseClock, {
+    class: "small",
+    title: "Times by the clock, not since the start of the run",
+  });
+  const bar = make(
+    "header",
+    { class: "bar-top" },
+    make("span", { class: "brand" }, "Lockstep"),
+    status,
+    make("div", { class: "bar-tools" }, clock, dark),
+  );
   const nav = make("nav", { class: "nav", "aria-label": "Sections" });
   const title = make("h1", { class: "page-title" });
   const tabs = make("div", { class: "tabs", role: "tablist", "aria-label": "Runs" });
@@ -26,7 +35,15 @@ export function pageView(first) {
   const holder = make("div");
   const main = make("main", { id: "content", tabindex: "-1" }, title, comparison, tabs, holder);
   const foot = make("footer", { class: "foot" });
-  const element = make("div", { class: "page" }, make("a", { class: "skip", href: "#content" }, "Skip to the content"), bar, make("div", { class: "columns" }, nav, main), foot, speaker);
+  const element = make(
+    "div",
+    { class: "page" },
+    make("a", { class: "skip", href: "#content" }, "Skip to the content"),
+    bar,
+    make("div", { class: "columns" }, nav, main),
+    foot,
+    speaker,
+  );
   const compared = sectionList(comparison, COMPARISON, { start: () => 0, group: COMPARISON, announce });
 
   let said = 0;
@@ -40,15 +57,33 @@ export function pageView(first) {
     const run = runs[number];
     if (!run || run.view) return;
     const prefix = `run${number}`;
-    run.view = runView(page.runs[number], { prefix, group: prefix, announce, headingLevel: runs.length > 1 ? "h2" : "h1" });
+    run.view = runView(page.runs[number], {
+      prefix,
+      group: prefix,
+      announce,
+      headingLevel: runs.length > 1 ? "h2" : "h1",
+    });
     run.panel.replaceChildren(run.view.element);
   }
 
   function makeRuns() {
     const isTabbed = page.runs.length > 1;
     runs = page.runs.map((run, number) => {
-      const tab = make("button", { type: "button", role: "tab", id: `tab${number}`, "aria-controls": `tabpanel${number}`, on: { click: () => activate(number) } }, run.name);
-      const panel = make("div", isTabbed ? { role: "tabpanel", id: `tabpanel${number}`, "aria-labelledby": `tab${number}` } : {});
+      const tab = make(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab${number}`,
+          "aria-controls": `tabpanel${number}`,
+          on: { click: () => activate(number) },
+        },
+        run.name,
+      );
+      const panel = make(
+        "div",
+        isTabbed ? { role: "tabpanel", id: `tabpanel${number}`, "aria-labelledby": `tab${number}` } : {},
+      );
       return { name: run.name, tab, panel, view: null };
     });
     tabs.hidden = !isTabbed;
@@ -82,7 +117,13 @@ export function pageView(first) {
     if (same(next, links)) return;
     links = next;
     nav.hidden = links.length < 2;
-    nav.replaceChildren(make("ul", {}, links.map(({ id, title: text }) => make("li", {}, make("a", { href: `#${id}` }, text)))));
+    nav.replaceChildren(
+      make(
+        "ul",
+        {},
+        links.map(({ id, title: text }) => make("li", {}, make("a", { href: `#${id}` }, text))),
+      ),
+    );
     follow();
   }
 
@@ -90,7 +131,12 @@ export function pageView(first) {
   function follow() {
     const tops = links.map(({ id }) => document.getElementById(id)?.getBoundingClientRect().top ?? Infinity);
     const atEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 2 && scrollY > 0;
-    const now = atEnd ? links.length - 1 : Math.max(0, tops.findLastIndex((top) => top <= UNDER_BAR));
+    const now = atEnd
+      ? links.length - 1
+      : Math.max(
+          0,
+          tops.findLastIndex((top) => top <= UNDER_BAR),
+        );
     nav.querySelectorAll("a").forEach((link, at) => {
       if ((link.getAttribute("aria-current") === "true") === (at === now)) return;
       if (at !== now) return link.removeAttribute("aria-current");
@@ -100,11 +146,18 @@ export function pageView(first) {
     });
   }
   let isAsked = false;
-  addEventListener("scroll", () => {
-    if (isAsked) return;
-    isAsked = true;
-    requestAnimationFrame(() => { isAsked = false; follow(); });
-  }, { passive: true });
+  addEventListener(
+    "scroll",
+    () => {
+      if (isAsked) return;
+      isAsked = true;
+      requestAnimationFrame(() => {
+        isAsked = false;
+        follow();
+      });
+    },
+    { passive: true },
+  );
 
   addEventListener("beforeprint", () => {
     runs.forEach((_, number) => open(number));
@@ -117,7 +170,12 @@ export function pageView(first) {
     setText(title, page.title);
     title.hidden = !(isTabbed || page.runs.length === 0);
     compared.update(page.comparison);
-    if (!same(runs.map((run) => run.name), page.runs.map((run) => run.name))) {
+    if (
+      !same(
+        runs.map((run) => run.name),
+        page.runs.map((run) => run.name),
+      )
+    ) {
       runs.forEach((run) => run.view?.remove());
       makeRuns();
       activate(Math.min(active, Math.max(0, runs.length - 1)));

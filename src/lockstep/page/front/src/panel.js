@@ -13,8 +13,16 @@ const KINDS = {
   lines: { draw: linesPanel, isEmpty: (panel) => panel.curves.every((curve) => curve.x.length === 0), height: 380 },
   stack: { draw: stackPanel, isEmpty: (panel) => panel.at.length === 0 || panel.parts.length === 0, height: 380 },
   shares: { draw: sharesPanel, isEmpty: (panel) => !panel.parts.some((part) => part.amount > 0) },
-  heat: { draw: heatPanel, isEmpty: (panel) => panel.layers.length === 0 || panel.rows.length === 0 || panel.at.length === 0, height: 300 },
-  timeline: { draw: timelinePanel, isEmpty: (panel) => panel.spans.length === 0 && panel.moments.length === 0, height: 200 },
+  heat: {
+    draw: heatPanel,
+    isEmpty: (panel) => panel.layers.length === 0 || panel.rows.length === 0 || panel.at.length === 0,
+    height: 300,
+  },
+  timeline: {
+    draw: timelinePanel,
+    isEmpty: (panel) => panel.spans.length === 0 && panel.moments.length === 0,
+    height: 200,
+  },
   mesh: { draw: meshPanel, isEmpty: () => false, height: 200 },
   timetable: { draw: timetablePanel, isEmpty: (panel) => panel.lanes.length === 0, height: 200 },
   table: { draw: tablePanel, isEmpty: (panel) => panel.rows.length === 0 },
@@ -22,9 +30,12 @@ const KINDS = {
 };
 
 const waiting = new Map();
-const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
-}, { rootMargin: "500px 0px" });
+const watcher = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
+  },
+  { rootMargin: "500px 0px" },
+);
 
 function draw(element) {
   watcher.unobserve(element);
@@ -51,8 +62,14 @@ export function panelView(first, context) {
   const tools = make("div", { class: "tools" });
   const body = make("div", { class: "body" });
   const values = make("div", { class: "values" });
-  const element = make("section", { class: `panel panel-${kind ? panel.kind : "unknown"}`, "aria-labelledby": titleId },
-    make("div", { class: "panel-head" }, title, tools), note, body, values);
+  const element = make(
+    "div",
+    { class: `panel panel-${kind ? panel.kind : "unknown"}`, role: "group", "aria-labelledby": titleId },
+    make("div", { class: "panel-head" }, title, tools),
+    note,
+    body,
+    values,
+  );
   let view = null;
   let asTable = null;
 
@@ -64,12 +81,14 @@ export function panelView(first, context) {
 
   function mount() {
     body.style.minHeight = "";
-    if (!kind) return body.replaceChildren(make("p", { class: "nothing" }, "This page does not know how to draw this panel."));
+    if (!kind)
+      return body.replaceChildren(make("p", { class: "nothing" }, "This page does not know how to draw this panel."));
     if (kind.isEmpty(panel)) return body.replaceChildren(make("p", { class: "nothing" }, "Nothing was recorded."));
     tools.replaceChildren();
     view = kind.draw(panel, context, { tools });
     body.replaceChildren(view.element);
-    if (view.table) tools.append(toggle("Table", false, showTable, { class: "small", title: "Show the values as a table" }));
+    if (view.table)
+      tools.append(toggle("Table", false, showTable, { class: "small", title: "Show the values as a table" }));
     return undefined;
   }
 

@@ -3,13 +3,14 @@ import uPlot from "uplot";
 import { logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
-import { lonely, nearest } from "./models.js";
+import { dotted, nearest } from "./models.js";
 import { same } from "./same.js";
 import { colour, dash, ink, mix, onTheme, seeThrough } from "./theme.js";
 
 const PRINTED = { width: 680, height: 250 };
 const MARK_COLOURS = { good: "good", info: "quiet", warning: "warning", error: "error" };
 const NEAR = 8;
+const FEW = 16;
 
 // `options`: x (kind), unit, most, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
 // go together) and what to call: onPlace({at, mark} or null), onZoom(isZoomed).
@@ -65,9 +66,15 @@ export function plot(model, hidden, options) {
     const at = chart.cursor.idx ?? state.model.columns[0].length;
     const far = event.shiftKey ? 10 : 1;
     const keys = {
-      ArrowLeft: () => pointAt(at - far), ArrowRight: () => pointAt(at + far),
-      Home: () => pointAt(0), End: () => pointAt(Infinity),
-      "+": () => zoomBy(0.5), "=": () => zoomBy(0.5), "-": () => zoomBy(2), 0: () => zoomTo(null), Escape: () => zoomTo(null),
+      ArrowLeft: () => pointAt(at - far),
+      ArrowRight: () => pointAt(at + far),
+      Home: () => pointAt(0),
+      End: () => pointAt(Infinity),
+      "+": () => zoomBy(0.5),
+      "=": () => zoomBy(0.5),
+      "-": () => zoomBy(2),
+      0: () => zoomTo(null),
+      Escape: () => zoomTo(null),
     };
     if (!keys[event.key]) return;
     event.preventDefault();
@@ -80,11 +87,20 @@ export function plot(model, hidden, options) {
   }
 
   const watcher = new ResizeObserver(() => requestAnimationFrame(fit));
-  const forget = [onTheme(() => { chart?.redraw(); fit(); }), onClock(() => chart && build())];
+  const forget = [
+    onTheme(() => {
+      chart?.redraw();
+      fit();
+    }),
+    onClock(() => chart && build()),
+  ];
   const toPaper = () => chart?.setSize(PRINTED);
   addEventListener("beforeprint", toPaper);
   addEventListener("afterprint", fit);
-  queueMicrotask(() => { build(); watcher.observe(holder); });
+  queueMicrotask(() => {
+    build();
+    watcher.observe(holder);
+  });
 
   return {
     element: holder,
@@ -101,7 +117,8 @@ export function plot(model, hidden, options) {
     },
     showCurves() {
       state.model.curves.forEach((curve) => {
-        for (const at of [curve.at, curve.low, curve.high]) if (at !== null) chart?.setSeries(at, { show: !hidden.has(curve.name) });
+        for (const at of [curve.at, curve.low, curve.high])
+          if (at !== null) chart?.setSeries(at, { show: !hidden.has(curve.name) });
       });
     },
     remove() {
@@ -115,8 +132,10 @@ export function plot(model, hidden, options) {
 }
 
 function sameCurves(a, b) {
-  return a.curves.length === b.curves.length && a.curves.every((curve, at) =>
-    ["name", "style", "at", "low"].every((field) => curve[field] === b.curves[at][field]));
+  return (
+    a.curves.length === b.curves.length &&
+    a.curves.every((curve, at) => ["name", "style", "at", "low"].every((field) => curve[field] === b.curves[at][field]))
+  );
 }
 
 function sameSettings(a, b) {
@@ -139,7 +158,8 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     series[curve.high] = { ...shown, stroke: "#0000", width: 0, points: { show: false } };
   });
   const bands = model.curves.flatMap((curve, number) =>
-    curve.low === null ? [] : [{ series: [curve.high, curve.low], fill: () => seeThrough(colour(number), 0.2) }]);
+    curve.low === null ? [] : [{ series: [curve.high, curve.low], fill: () => seeThrough(colour(number), 0.2) }],
+  );
   return {
     width: PRINTED.width,
     height: PRINTED.height,
@@ -147,7 +167,10 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     padding: [14, 16, 0, 0],
     scales: {
       x: { time: false, range: (_, low, high) => xRange(low, high) },
-      y: { distr: options.isLog ? 3 : 1, range: (_, low, high) => (options.isLog ? logRange(low, high) : yRange(low, high, options)) },
+      y: {
+        distr: options.isLog ? 3 : 1,
+        range: (_, low, high) => (options.isLog ? logRange(low, high) : yRange(low, high, options)),
+      },
     },
     axes: [xAxis(options.x, options.start, xs), yAxis(options.unit, options.isLog)],
     series,
@@ -156,18 +179,32 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       y: false,
       drag: { x: true, y: false, setScale: false, dist: 6 },
       bind: { dblclick: () => () => zoomTo(null) },
-      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at)),
-      points: { size: 9, fill: (chart, number) => colour(numberOf(model, number)), stroke: () => ink("card"), width: 2, show: (chart, number) => isDrawn(model, number) && dot() },
-      sync: { key: `${options.group} ${options.x}`, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at, chart.data[0])),
+      points: {
+        size: 9,
+        fill: (chart, number) => colour(numberOf(model, number)),
+        stroke: () => ink("card"),
+        width: 2,
+        show: (chart, number) => isDrawn(model, number) && dot(),
+      },
+      sync: {
+        key: `${options.group} ${options.x}`,
+        scales: ["x", null],
+        filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+      },
     },
     hooks: {
       setCursor: [report],
-      setSelect: [(chart) => {
-        if (chart.select.width < 6) return;
-        const [min, max] = [chart.select.left, chart.select.left + chart.select.width].map((left) => chart.posToVal(left, "x"));
-        chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        zoomTo({ min, max });
-      }],
+      setSelect: [
+        (chart) => {
+          if (chart.select.width < 6) return;
+          const [min, max] = [chart.select.left, chart.select.left + chart.select.width].map((left) =>
+            chart.posToVal(left, "x"),
+          );
+          chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          zoomTo({ min, max });
+        },
+      ],
       draw: [(chart) => drawMarks(chart, options.marks)],
     },
   };
@@ -187,13 +224,21 @@ function isDrawn(model, at) {
 
 function look(curve, number) {
   const stroke = () => colour(number);
-  if (curve.style === "area") return { stroke, width: 1, fill: () => mix(colour(number), ink("card"), 0.35), points: { show: false } };
-  if (curve.style === "points") return { stroke, width: 0, paths: () => null, points: { show: true, size: 8, fill: stroke, stroke, width: 1 } };
+  if (curve.style === "area")
+    return { stroke, width: 1, fill: () => mix(colour(number), ink("card"), 0.35), points: { show: false } };
+  if (curve.style === "points")
+    return { stroke, width: 0, paths: () => null, points: { show: true, size: 8, fill: stroke, stroke, width: 1 } };
   return {
     stroke,
     width: 2,
     dash: curve.style === "dashed" ? [6, 5] : dash(number),
-    points: { show: false, size: 7, fill: stroke, stroke, filter: (chart, at) => lonely(chart.data[at]) },
+    points: {
+      show: false,
+      size: 7,
+      fill: stroke,
+      stroke,
+      filter: (chart, at) => dotted(chart.data[at], curve.style === "dashed" ? 1 : FEW),
+    },
   };
 }
 
@@ -221,4 +266,3 @@ function drawMarks(chart, marks) {
   }
   ctx.restore();
 }
-

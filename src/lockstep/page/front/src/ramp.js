@@ -1,5 +1,16 @@
 // Cividis (Nuñez, Anderton, Renslow 2018): even steps to the eye, the same for people who do not see red or green.
-const STOPS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
+const STOPS = [
+  "#00224e",
+  "#123570",
+  "#3b496c",
+  "#575d6d",
+  "#707173",
+  "#8a8678",
+  "#a59c74",
+  "#c3b369",
+  "#e1cc55",
+  "#fee838",
+];
 const PARTS = STOPS.map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
 
 // A share from 0 to 1 as [red, green, blue].
@@ -12,7 +23,10 @@ export function ramp(share) {
 // The ends of the colours. A few values far above all others (a first step that compiles) would leave one colour for
 // the rest: then the colours end below them, and `isCut` says so.
 export function rampEnds(values) {
-  const known = values.flat().filter((value) => value !== null).sort((a, b) => a - b);
+  const known = values
+    .flat()
+    .filter((value) => value !== null)
+    .sort((a, b) => a - b);
   if (known.length === 0) return null;
   const [least, most] = [known[0], known[known.length - 1]];
   const usual = known[Math.floor(0.98 * (known.length - 1))];

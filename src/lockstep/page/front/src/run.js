@@ -10,7 +10,7 @@ export function runView(first, { prefix, group, announce, headingLevel }) {
   let start = startOf(run);
   const context = { start: () => start, group, announce };
   const top = `${prefix}-top`;
-  const head = make("header", { class: "headline", id: top });
+  const head = make("div", { class: "headline", id: top });
   const unreadable = make("div", { class: "unreadable" });
   const advice = make("section", { class: "advice" });
   const sections = make("div");
@@ -28,7 +28,9 @@ export function runView(first, { prefix, group, announce, headingLevel }) {
   function show() {
     part("head", run.headline, () => head.replaceChildren(...headlineParts(run.headline, headingLevel)));
     part("unreadable", run.unreadable, () => unreadable.replaceChildren(...unreadableParts(run.unreadable)));
-    part("advice", [run.advice, run.sections.map((section) => section.id)], () => advice.replaceChildren(...adviceParts(run, prefix)));
+    part("advice", [run.advice, run.sections.map((section) => section.id)], () =>
+      advice.replaceChildren(...adviceParts(run, prefix)),
+    );
     advice.hidden = run.advice.length === 0;
     unreadable.hidden = run.unreadable.length === 0;
     list.update(run.sections);
@@ -51,7 +53,11 @@ export function runView(first, { prefix, group, announce, headingLevel }) {
 }
 
 export function sectionList(parent, prefix, context) {
-  return keyedList(parent, (section) => section.id, (section) => sectionView(section, prefix, context));
+  return keyedList(
+    parent,
+    (section) => section.id,
+    (section) => sectionView(section, prefix, context),
+  );
 }
 
 export function sectionLinks(sections, prefix) {
@@ -101,11 +107,28 @@ function widen(panels, views) {
 }
 
 function headlineParts(headline, level) {
-  const state = make("span", { class: `state state-${headline.state}` }, make("span", { "aria-hidden": "true" }, STATE_SIGNS[headline.state] ?? "•"), ` ${headline.state}`);
-  const facts = headline.facts.map((fact) => make("div", { class: `fact level-${fact.level}` },
-    make("dt", {}, fact.label),
-    make("dd", { class: "fact-value" }, fact.level === "warning" || fact.level === "error" ? [levelMark(fact.level), hiddenText(`${fact.level}: `)] : [], fact.value),
-    fact.note ? make("dd", { class: "fact-note" }, fact.note) : null));
+  const state = make(
+    "span",
+    { class: `state state-${headline.state}` },
+    make("span", { "aria-hidden": "true" }, STATE_SIGNS[headline.state] ?? "•"),
+    ` ${headline.state}`,
+  );
+  const facts = headline.facts.map((fact) =>
+    make(
+      "div",
+      { class: `fact level-${fact.level}` },
+      make("dt", {}, fact.label),
+      make(
+        "dd",
+        { class: "fact-value" },
+        fact.level === "warning" || fact.level === "error"
+          ? [levelMark(fact.level), hiddenText(`${fact.level}: `)]
+          : [],
+        fact.value,
+      ),
+      fact.note ? make("dd", { class: "fact-note" }, fact.note) : null,
+    ),
+  );
   return [
     make("div", { class: "headline-top" }, make(level, { class: "title" }, headline.title), state),
     headline.subtitle ? make("p", { class: "subtitle" }, headline.subtitle) : null,
@@ -121,21 +144,43 @@ function adviceParts(run, prefix) {
   };
   return [
     make("h2", {}, "What to change"),
-    make("ol", {}, run.advice.slice(0, 3).map((one) => make("li", {}, make("p", { class: "advice-text" }, one.text),
-      make("p", { class: "evidence" }, one.evidence, one.evidence ? " " : null, link(one.section))))),
+    make(
+      "ol",
+      {},
+      run.advice
+        .slice(0, 3)
+        .map((one) =>
+          make(
+            "li",
+            {},
+            make("p", { class: "advice-text" }, one.text),
+            make("p", { class: "evidence" }, one.evidence, one.evidence ? " " : null, link(one.section)),
+          ),
+        ),
+    ),
   ];
 }
 
 function unreadableParts(sentences) {
-  return [make("h2", {}, "Not all of the log could be read"), make("ul", {}, sentences.map((text) => make("li", {}, text)))];
+  return [
+    make("h2", {}, "Not all of the log could be read"),
+    make(
+      "ul",
+      {},
+      sentences.map((text) => make("li", {}, text)),
+    ),
+  ];
 }
 
 // The first moment that any panel shows: times count from there.
 function startOf(run) {
   let least = Infinity;
-  const take = (values) => { for (const value of values) if (value !== null && value < least) least = value; };
+  const take = (values) => {
+    for (const value of values) if (value !== null && value < least) least = value;
+  };
   for (const panel of run.sections.flatMap((section) => section.panels)) {
-    if (panel.kind === "timeline") take([...panel.spans.map((span) => span.begin), ...panel.moments.map((moment) => moment.time)]);
+    if (panel.kind === "timeline")
+      take([...panel.spans.map((span) => span.begin), ...panel.moments.map((moment) => moment.time)]);
     if (panel.x !== "time") continue;
     if (panel.kind === "lines") for (const curve of panel.curves) take(curve.x.slice(0, 1));
     else take(panel.at.slice(0, 1));

@@ -9,19 +9,37 @@ export function table(data, name) {
   const body = make("tbody");
   const add = (from, to) => {
     for (let number = from; number < to; number++) {
-      body.append(make("tr", {}, data.row(number).map((text, column) => make("td", { class: data.right[column] ? "right" : null }, text))));
+      body.append(
+        make(
+          "tr",
+          {},
+          data.row(number).map((text, column) => make("td", { class: data.right[column] ? "right" : null }, text)),
+        ),
+      );
     }
   };
   add(0, Math.min(FIRST, data.count));
-  const head = make("tr", {}, data.columns.map((text, column) => make("th", { scope: "col", class: data.right[column] ? "right" : null }, text)));
-  const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, make("table", {}, make("thead", {}, head), body));
+  const head = make(
+    "tr",
+    {},
+    data.columns.map((text, column) => make("th", { scope: "col", class: data.right[column] ? "right" : null }, text)),
+  );
+  const scroll = make(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": name },
+    make("table", {}, make("thead", {}, head), body),
+  );
   const element = make("div", { class: "table" }, scroll);
   if (data.count > FIRST) {
-    const more = button(`Show all ${grouped(data.count)} rows`, () => {
-      add(FIRST, data.count);
-      more.remove();
-      scroll.focus();
-    }, { class: "small more" });
+    const more = button(
+      `Show all ${grouped(data.count)} rows`,
+      () => {
+        add(FIRST, data.count);
+        more.remove();
+        scroll.focus();
+      },
+      { class: "small more" },
+    );
     element.append(more);
   }
   return element;

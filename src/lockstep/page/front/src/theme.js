@@ -2,7 +2,17 @@
 import { remember, remembered } from "./store.js";
 
 // As in lockstep/charts.py: told apart by people who do not see red or green, and strong enough to be read as text.
-export const LIGHT = ["#0067a5", "#b84a00", "#00734f", "#9b3f78", "#7a5c00", "#3d3d3d", "#5b4fc4", "#a01c2c", "#2d7d8a"];
+export const LIGHT = [
+  "#0067a5",
+  "#b84a00",
+  "#00734f",
+  "#9b3f78",
+  "#7a5c00",
+  "#3d3d3d",
+  "#5b4fc4",
+  "#a01c2c",
+  "#2d7d8a",
+];
 export const DARK = ["#6cb8f0", "#ff9a52", "#41cf9f", "#ee9dcd", "#e3c04a", "#d0d0d0", "#b0a6ff", "#ff8d8d", "#79d3e0"];
 const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [], [7, 3], [2, 3], [9, 3, 2, 3], []];
 
@@ -14,6 +24,10 @@ let isPrinting = onPaper.matches;
 
 export function isDark() {
   return !isPrinting && (chosen === null ? systemIsDark.matches : chosen === "dark");
+}
+
+export function isOnPaper() {
+  return isPrinting;
 }
 
 export function choose(dark) {
@@ -65,11 +79,18 @@ export function ink(name) {
 export function mix(from, to, share) {
   const parts = [1, 3, 5].map((at) => {
     const [a, b] = [from, to].map((text) => parseInt(text.slice(at, at + 2), 16));
-    return Math.round(a + (b - a) * share).toString(16).padStart(2, "0");
+    return Math.round(a + (b - a) * share)
+      .toString(16)
+      .padStart(2, "0");
   });
   return `#${parts.join("")}`;
 }
 
 export function seeThrough(hex, alpha) {
-  return hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
+  return (
+    hex +
+    Math.round(alpha * 255)
+      .toString(16)
+      .padStart(2, "0")
+  );
 }

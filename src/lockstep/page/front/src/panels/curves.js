@@ -31,23 +31,41 @@ function curvesPanel(first, context, frame, isStacked) {
   const reset = button("Reset zoom", () => chart.resetZoom(), { class: "small", hidden: true });
   frame.tools.append(reset);
   if (!isStacked) {
-    frame.tools.append(toggle("Log", isLog, (value) => {
-      isLog = value;
-      refresh();
-    }, { class: "small", title: "Logarithmic axis" }));
+    frame.tools.append(
+      toggle(
+        "Log",
+        isLog,
+        (value) => {
+          isLog = value;
+          refresh();
+        },
+        { class: "small", title: "Logarithmic axis" },
+      ),
+    );
   }
   const chart = plot(model, hidden, options());
   const yName = make("p", { class: "y-name" });
   const element = make("div", { class: "curves" }, yName, chart.element, legendPlace, lost, marks);
-  const forget = onClock(() => { tell(null); listMarks(); });
+  const forget = onClock(() => {
+    tell(null);
+    listMarks();
+  });
 
   function modelOf() {
-    return isStacked ? stackModel(panel, { start: context.start(), hidden }) : linesModel(panel, { start: context.start(), isLog });
+    return isStacked
+      ? stackModel(panel, { start: context.start(), hidden })
+      : linesModel(panel, { start: context.start(), isLog });
   }
 
   function options() {
     return {
-      x: panel.x, unit: panel.unit, most: panel.most ?? null, isLog, isStacked, start: context.start(), group: context.group,
+      x: panel.x,
+      unit: panel.unit,
+      most: panel.most ?? null,
+      isLog,
+      isStacked,
+      start: context.start(),
+      group: context.group,
       marks: panel.marks.map((mark) => ({ ...mark, x: panel.x === "time" ? mark.x - context.start() : mark.x })),
       label: inWords(panel, model, context.start()),
       onPlace: tell,
@@ -60,11 +78,17 @@ function curvesPanel(first, context, frame, isStacked) {
     const names = model.curves.map((curve) => curve.name);
     const styles = model.curves.map((curve) => curve.style);
     if (!keys || !same(keys.names, names)) {
+      keys?.remove();
       keys = { names, ...legend(names, hidden, { isArea: isStacked, styles, onChange }) };
       legendPlace.replaceChildren(keys.element);
     }
     setText(yName, panel.y);
-    setText(lost, model.lost > 0 ? `${model.lost} ${model.lost === 1 ? "value is" : "values are"} not above 0, which a logarithmic axis cannot show.` : "");
+    setText(
+      lost,
+      model.lost > 0
+        ? `${model.lost} ${model.lost === 1 ? "value is" : "values are"} not above 0, which a logarithmic axis cannot show.`
+        : "",
+    );
     chart.update(model, options());
     listMarks();
     tell(null);
@@ -83,24 +107,42 @@ function curvesPanel(first, context, frame, isStacked) {
   function tell(place) {
     if (!keys) return;
     const xs = model.columns[0];
-    const texts = model.own.map((values) => {
-      const at = place ? nearest(values, place.at) : lastOf(values);
+    const texts = model.own.map((values, number) => {
+      const at = place ? nearest(values, place.at, xs) : lastOf(values);
       if (at === null || values[at] === undefined) return "–";
       const text = amount(values[at], panel.unit);
-      return place && xs[at] !== xs[place.at] ? `${text} (${placeText(panel.x, xs[at], context.start())})` : text;
+      return place && xs[at] !== xs[place.at] && model.curves[number].style !== "dashed"
+        ? `${text} (${placeText(panel.x, xs[at], context.start())})`
+        : text;
     });
     const end = Math.max(...model.own.map((values) => lastOf(values) ?? -1));
-    const total = isStacked && (place ? place.at : end) >= 0 ? `together ${amount(model.total[place ? place.at : end], panel.unit)}` : "";
+    const total =
+      isStacked && (place ? place.at : end) >= 0
+        ? `together ${amount(model.total[place ? place.at : end], panel.unit)}`
+        : "";
     const where = place ? placeText(panel.x, xs[place.at], context.start()) : "last values";
     keys.tell(place?.mark ? `${where}: ${place.mark}` : where, texts, total);
     if (place && document.activeElement === chart.element) {
-      context.announce(`${where}. ${model.curves.map((curve, at) => `${curve.name} ${texts[at]}`).slice(0, SPOKEN).join(", ")}`);
+      context.announce(
+        `${where}. ${model.curves
+          .map((curve, at) => `${curve.name} ${texts[at]}`)
+          .slice(0, SPOKEN)
+          .join(", ")}`,
+      );
     }
   }
 
   function listMarks() {
-    const shown = panel.marks.slice(0, LISTED_MARKS).map((mark) =>
-      make("li", { class: `level-${mark.level}` }, make("b", {}, placeText(panel.x, panel.x === "time" ? mark.x - context.start() : mark.x, context.start())), ` ${mark.text}`));
+    const shown = panel.marks
+      .slice(0, LISTED_MARKS)
+      .map((mark) =>
+        make(
+          "li",
+          { class: `level-${mark.level}` },
+          make("b", {}, placeText(panel.x, panel.x === "time" ? mark.x - context.start() : mark.x, context.start())),
+          ` ${mark.text}`,
+        ),
+      );
     const more = panel.marks.length - shown.length;
     marks.replaceChildren(...shown, ...(more > 0 ? [make("li", {}, `and ${more} more, in the table`)] : []));
   }
@@ -115,6 +157,7 @@ function curvesPanel(first, context, frame, isStacked) {
     table: () => asTable(panel, model, context.start()),
     remove() {
       forget();
+      keys.remove();
       chart.remove();
     },
   };
@@ -145,18 +188,30 @@ function asTable(panel, model, start) {
     texts.set(x, [...(texts.get(x) ?? []), mark.text]);
   }
   const bands = model.curves.map((curve) => curve.low !== null);
-  const columns = [placeHeading(panel.x), ...model.curves.flatMap((curve, number) => (bands[number] ? [curve.name, `${curve.name}, lowest`, `${curve.name}, highest`] : [curve.name]))];
+  const columns = [
+    placeHeading(panel.x),
+    ...model.curves.flatMap((curve, number) =>
+      bands[number] ? [curve.name, `${curve.name}, lowest`, `${curve.name}, highest`] : [curve.name],
+    ),
+  ];
   const places = [...new Set([...xs, ...texts.keys()])].sort((a, b) => a - b);
   const at = new Map(xs.map((x, number) => [x, number]));
   const row = (x) => [
     placeText(panel.x, x, start).replace(/^step /, ""),
     ...model.curves.flatMap((curve, number) => {
-      const values = bands[number] ? [model.own[number], model.columns[curve.low], model.columns[curve.high]] : [model.own[number]];
+      const values = bands[number]
+        ? [model.own[number], model.told[curve.low], model.told[curve.high]]
+        : [model.own[number]];
       return values.map((column) => (at.has(x) ? cell(column[at.get(x)], panel.unit) : ""));
     }),
     ...(hasMarks ? [(texts.get(x) ?? []).join("; ")] : []),
   ];
-  return { columns: hasMarks ? [...columns, "marks"] : columns, right: [false, ...columns.slice(1).map(() => true), ...(hasMarks ? [false] : [])], count: places.length, row: (number) => row(places[number]) };
+  return {
+    columns: hasMarks ? [...columns, "marks"] : columns,
+    right: [false, ...columns.slice(1).map(() => true), ...(hasMarks ? [false] : [])],
+    count: places.length,
+    row: (number) => row(places[number]),
+  };
 }
 
 // Nothing was measured there, or it was not a number.

@@ -21,7 +21,8 @@ export function heatPanel(first, context) {
   const element = make("div", {}, layers, picture.element, make("div", { class: "heat-foot" }, readout, scale));
 
   const layer = () => panel.layers[between(chosen, 0, panel.layers.length - 1)];
-  const placeOf = (column) => placeText(panel.x, panel.x === "time" ? panel.at[column] - context.start() : panel.at[column], context.start());
+  const placeOf = (column) =>
+    placeText(panel.x, panel.x === "time" ? panel.at[column] - context.start() : panel.at[column], context.start());
 
   function draw(width) {
     const rows = panel.rows.length;
@@ -29,7 +30,9 @@ export function heatPanel(first, context) {
     const pixels = devicePixelRatio;
     const pen = canvas.getContext("2d");
     pen.font = FONT;
-    const margin = Math.ceil(Math.min(width * 0.3, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12));
+    const margin = Math.ceil(
+      Math.min(width * 0.38, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12),
+    );
     const tall = rows <= 16 ? 24 : between(Math.round(440 / rows), 3, 18);
     frame = { left: margin, top: 0, width: width - margin - 1, height: rows * tall, tall };
     const height = frame.height + AXIS;
@@ -40,7 +43,14 @@ export function heatPanel(first, context) {
     pen.scale(pixels, pixels);
     hatch(pen, frame);
     const ends = rampEnds(layer().values);
-    if (ends) pen.drawImage(cells(layer().values, ends, Math.round(frame.width * pixels)), frame.left, 0, frame.width, frame.height);
+    if (ends)
+      pen.drawImage(
+        cells(layer().values, ends, Math.round(frame.width * pixels)),
+        frame.left,
+        0,
+        frame.width,
+        frame.height,
+      );
     labels(pen, width);
     if (cursor) outline(pen);
     return [canvas];
@@ -53,14 +63,16 @@ export function heatPanel(first, context) {
     pen.textAlign = "right";
     const every = Math.ceil(16 / frame.tall);
     panel.rows.forEach((name, row) => {
-      if (row % every === 0) pen.fillText(shortened(pen, name, frame.left - 10), frame.left - 8, (row + 0.5) * frame.tall + 1);
+      if (row % every === 0)
+        pen.fillText(shortened(pen, name, frame.left - 10), frame.left - 8, (row + 0.5) * frame.tall + 1);
     });
     pen.textBaseline = "top";
-    const count = between(Math.floor(frame.width / 130), 1, panel.at.length);
+    const count = Math.min(Math.max(Math.floor(frame.width / 130), 2), panel.at.length);
     for (let number = 0; number < count; number++) {
       const column = count === 1 ? 0 : Math.round((number * (panel.at.length - 1)) / (count - 1));
       pen.textAlign = number === 0 ? "left" : number === count - 1 ? "right" : "center";
-      const x = frame.left + ((column + (number === 0 ? 0 : number === count - 1 ? 1 : 0.5)) / panel.at.length) * frame.width;
+      const x =
+        frame.left + ((column + (number === 0 ? 0 : number === count - 1 ? 1 : 0.5)) / panel.at.length) * frame.width;
       pen.fillText(placeOf(column), Math.min(x, width - 1), frame.height + 8);
     }
   }
@@ -68,9 +80,17 @@ export function heatPanel(first, context) {
   function outline(pen) {
     const wide = frame.width / panel.at.length;
     pen.lineWidth = 2;
-    for (const [colour, inset] of [["#000000", 0], ["#ffffff", 2]]) {
+    for (const [colour, inset] of [
+      ["#000000", 0],
+      ["#ffffff", 2],
+    ]) {
       pen.strokeStyle = colour;
-      pen.strokeRect(frame.left + cursor.column * wide - 1 + inset, cursor.row * frame.tall - 1 + inset, Math.max(wide, 4) + 2 - 2 * inset, frame.tall + 2 - 2 * inset);
+      pen.strokeRect(
+        frame.left + cursor.column * wide - 1 + inset,
+        cursor.row * frame.tall - 1 + inset,
+        Math.max(wide, 4) + 2 - 2 * inset,
+        frame.tall + 2 - 2 * inset,
+      );
     }
   }
 
@@ -78,11 +98,21 @@ export function heatPanel(first, context) {
     const ends = rampEnds(layer().values);
     picture.setLabel(inWords());
     layers.hidden = panel.layers.length < 2;
-    layers.replaceChildren(...panel.layers.map((one, number) => {
-      const pick = button(one.name, () => { chosen = number; show(); layers.children[number].focus(); }, { class: "small" });
-      setDown(pick, number === between(chosen, 0, panel.layers.length - 1));
-      return pick;
-    }));
+    layers.replaceChildren(
+      ...panel.layers.map((one, number) => {
+        const pick = button(
+          one.name,
+          () => {
+            chosen = number;
+            show();
+            layers.children[number].focus();
+          },
+          { class: "small" },
+        );
+        setDown(pick, number === between(chosen, 0, panel.layers.length - 1));
+        return pick;
+      }),
+    );
     scale.replaceChildren(...(ends ? scaleParts(ends, layer().unit) : []));
     tell();
     picture.redraw();
@@ -184,7 +214,9 @@ function scaleParts(ends, unit) {
   const bar = make("span", { class: "scale-bar", "aria-hidden": "true" });
   const stops = Array.from({ length: 11 }, (_, at) => `rgb(${ramp(at / 10).join(" ")})`);
   bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-  const top = ends.isCut ? `${amount(ends.high, unit)} and more, up to ${amount(ends.most, unit)}` : amount(ends.high, unit);
+  const top = ends.isCut
+    ? `${amount(ends.high, unit)} and more, up to ${amount(ends.most, unit)}`
+    : amount(ends.high, unit);
   return [make("span", {}, amount(ends.low, unit)), bar, make("span", {}, top)];
 }
 
@@ -216,7 +248,10 @@ function asTable(panel, layer) {
       const { name, known, mean } = rows[number];
       const lowest = known.reduce((a, b) => Math.min(a, b), Infinity);
       const highest = known.reduce((a, b) => Math.max(a, b), -Infinity);
-      return [name, ...(known.length > 0 ? [mean, lowest, highest, known[known.length - 1]] : [null, null, null, null]).map(text)];
+      return [
+        name,
+        ...(known.length > 0 ? [mean, lowest, highest, known[known.length - 1]] : [null, null, null, null]).map(text),
+      ];
     },
   };
 }

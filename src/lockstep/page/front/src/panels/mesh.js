@@ -6,6 +6,7 @@ import { colour, ink, mix, onTheme } from "../theme.js";
 
 const EDGE = 8;
 const MOST_HOSTS = 12;
+const MOST_LINES = 8;
 
 export function meshPanel(first, context) {
   let panel = first;
@@ -31,7 +32,11 @@ export function meshPanel(first, context) {
     const ranks = world();
     const isNarrow = width < 480;
     const isLarge = ranks <= 64;
-    cell = isLarge ? { width: isNarrow ? 56 : 76, height: 44 } : ranks <= 512 ? { width: 38, height: 26 } : { width: 32, height: 20 };
+    cell = isLarge
+      ? { width: isNarrow ? 56 : 76, height: 44 }
+      : ranks <= 512
+        ? { width: 38, height: 26 }
+        : { width: 32, height: 20 };
     grid = meshGrid(sizes(), cell, width - 2 * EDGE);
     const size = { width: Math.max(grid.width + 2 * EDGE, 1), height: grid.height + 2 * EDGE };
     const svg = shape("svg", { ...size, viewBox: `0 0 ${size.width} ${size.height}`, "aria-hidden": "true" });
@@ -42,12 +47,51 @@ export function meshPanel(first, context) {
     for (let rank = 0; rank < ranks; rank++) {
       const [x, y] = grid.places[rank].map((place) => place + EDGE);
       const [fill, stroke] = tints[number.get(panel.hosts[rank])] ?? [ink("card"), ink("quiet")];
-      svg.append(shape("rect", { x, y, width: cell.width, height: cell.height, rx: isLarge ? 6 : 3, fill, stroke, "stroke-width": 1.5 }));
+      svg.append(
+        shape("rect", {
+          x,
+          y,
+          width: cell.width,
+          height: cell.height,
+          rx: isLarge ? 6 : 3,
+          fill,
+          stroke,
+          "stroke-width": 1.5,
+        }),
+      );
       const text = `${slow.has(rank) ? "▲ " : ""}${rank}`;
-      svg.append(shape("text", { class: isLarge ? "rank large" : "rank", x: x + cell.width / 2, y: y + cell.height / 2 + (isLarge ? -2 : 4), "text-anchor": "middle" }, text));
+      svg.append(
+        shape(
+          "text",
+          {
+            class: isLarge ? "rank large" : "rank",
+            x: x + cell.width / 2,
+            y: y + cell.height / 2 + (isLarge ? -2 : 4),
+            "text-anchor": "middle",
+          },
+          text,
+        ),
+      );
       const host = panel.hosts[rank];
-      if (isLarge && host) svg.append(shape("text", { class: "rank-host", x: x + cell.width / 2, y: y + 35, "text-anchor": "middle" }, shorten(host, isNarrow ? 7 : 10)));
-      if (slow.has(rank)) svg.append(shape("rect", { class: "slow", x: x + 1, y: y + 1, width: cell.width - 2, height: cell.height - 2, rx: isLarge ? 6 : 3 }));
+      if (isLarge && host)
+        svg.append(
+          shape(
+            "text",
+            { class: "rank-host", x: x + cell.width / 2, y: y + 35, "text-anchor": "middle" },
+            shorten(host, isNarrow ? 7 : 10),
+          ),
+        );
+      if (slow.has(rank))
+        svg.append(
+          shape("rect", {
+            class: "slow",
+            x: x + 1,
+            y: y + 1,
+            width: cell.width - 2,
+            height: cell.height - 2,
+            rx: isLarge ? 6 : 3,
+          }),
+        );
     }
     overlay = shape("g");
     svg.append(overlay);
@@ -56,12 +100,24 @@ export function meshPanel(first, context) {
   }
 
   // A frame where the ranks of a group lie together, else a line from one to the next; that of the current rank is bold.
+  // Many lines would hide one another: then one group is framed rank by rank, that of rank 0 unless another is pointed at.
   function drawGroups() {
     if (!overlay) return;
-    const own = current === null ? null : talking().find((group) => group.includes(current));
-    overlay.replaceChildren(...talking().filter((group) => group !== own).map((group, at) => groupShape(group, colour(at), 2)));
-    if (own) overlay.append(groupShape(own, ink("ink"), 4));
+    const all = talking();
+    const isMuch = isCrowded(all);
+    const own = all.find((group) => group.includes(current ?? (isMuch ? 0 : -1)));
+    overlay.replaceChildren(
+      ...(isMuch ? [] : all.filter((group) => group !== own).map((group, at) => groupShape(group, colour(at), 2))),
+    );
+    if (own)
+      overlay.append(
+        ...(isMuch ? own.map((rank) => frameOf([rank], ink("ink"), 3)) : [groupShape(own, ink("ink"), 4)]),
+      );
     if (current !== null) overlay.append(frameOf([current], ink("ink"), 3));
+  }
+
+  function isCrowded(all) {
+    return all.length > MOST_LINES && !isTogether(all[0]);
   }
 
   function groupShape(group, stroke, wide) {
@@ -71,7 +127,9 @@ export function meshPanel(first, context) {
   function isTogether(group) {
     const box = boxOf(group);
     const members = new Set(group);
-    return grid.places.every(([x, y], rank) => members.has(rank) || x < box.left || x > box.right || y < box.top || y > box.bottom);
+    return grid.places.every(
+      ([x, y], rank) => members.has(rank) || x < box.left || x > box.right || y < box.top || y > box.bottom,
+    );
   }
 
   function boxOf(group) {
@@ -81,12 +139,29 @@ export function meshPanel(first, context) {
 
   function frameOf(group, stroke, wide) {
     const box = boxOf(group);
-    return shape("rect", { class: "group", x: box.left + EDGE - 3, y: box.top + EDGE - 3, width: box.right - box.left + cell.width + 6, height: box.bottom - box.top + cell.height + 6, rx: 7, stroke, "stroke-width": wide });
+    return shape("rect", {
+      class: "group",
+      x: box.left + EDGE - 3,
+      y: box.top + EDGE - 3,
+      width: box.right - box.left + cell.width + 6,
+      height: box.bottom - box.top + cell.height + 6,
+      rx: 7,
+      stroke,
+      "stroke-width": wide,
+    });
   }
 
   function lineThrough(group, stroke, wide) {
-    const points = group.map((rank) => [grid.places[rank][0] + EDGE + cell.width / 2, grid.places[rank][1] + EDGE + cell.height - 5]);
-    const line = shape("path", { class: "group", d: `M${points.map((place) => place.join(" ")).join("L")}`, stroke, "stroke-width": wide });
+    const points = group.map((rank) => [
+      grid.places[rank][0] + EDGE + cell.width / 2,
+      grid.places[rank][1] + EDGE + cell.height - 5,
+    ]);
+    const line = shape("path", {
+      class: "group",
+      d: `M${points.map((place) => place.join(" ")).join("L")}`,
+      stroke,
+      "stroke-width": wide,
+    });
     return shape("g", {}, line, ...points.map(([cx, cy]) => shape("circle", { cx, cy, r: wide + 1, fill: stroke })));
   }
 
@@ -98,26 +173,34 @@ export function meshPanel(first, context) {
   }
 
   function showAxes() {
-    axes.replaceChildren(...panel.axes.map((one, number) => {
-      const choice = axes.children[number] ?? button("", () => pick(number), { class: "small" });
-      setText(choice, `${one.name} = ${one.size}`);
-      choice.disabled = one.size < 2;
-      setDown(choice, axis === number);
-      return choice;
-    }));
+    axes.replaceChildren(
+      ...panel.axes.map((one, number) => {
+        const choice = axes.children[number] ?? button("", () => pick(number), { class: "small" });
+        setText(choice, `${one.name} = ${one.size}`);
+        choice.disabled = one.size < 2;
+        setDown(choice, axis === number);
+        return choice;
+      }),
+    );
   }
 
   function tell() {
-    const where = (rank) => coordinates(rank, sizes()).map((at, number) => `${panel.axes[number].name} ${at}`).join(", ");
+    const where = (rank) =>
+      coordinates(rank, sizes())
+        .map((at, number) => `${panel.axes[number].name} ${at}`)
+        .join(", ");
     const parts = [];
     if (current !== null) {
-      parts.push(`rank ${current}${panel.hosts[current] ? ` on ${panel.hosts[current]}` : ""}${panel.axes.length > 0 ? `: ${where(current)}` : ""}${panel.slow.includes(current) ? "; it holds the others up" : ""}`);
+      parts.push(
+        `rank ${current}${panel.hosts[current] ? ` on ${panel.hosts[current]}` : ""}${panel.axes.length > 0 ? `: ${where(current)}` : ""}${panel.slow.includes(current) ? "; it holds the others up" : ""}`,
+      );
       const group = talking().find((one) => one.includes(current));
       if (group) parts.push(`with ranks ${rankRanges(group)} on ${panel.axes[axis].name}`);
     } else if (axis !== null) {
       const one = panel.axes[axis];
       const count = world() / one.size;
       parts.push(`${one.name}: ${count} ${count === 1 ? "group" : "groups"} of ${one.size} ranks`, one.talk);
+      if (grid && isCrowded(talking())) parts.push("framed is the group of rank 0, or of the rank that is pointed at");
     } else parts.push("Pick an axis to see which ranks talk to each other on it");
     setText(readout, `${parts.join("; ")}.`);
     if (current !== null && document.activeElement === picture.element) context.announce(readout.textContent);
@@ -136,7 +219,9 @@ export function meshPanel(first, context) {
     const [x, y] = grid.places[current];
     const rows = [...new Set(grid.places.map((place) => place[1]))].sort((a, b) => a - b);
     const row = rows[between(rows.indexOf(y) + down, 0, rows.length - 1)];
-    const candidates = grid.places.map((place, rank) => [Math.abs(place[0] - x), rank, place[1]]).filter((one) => one[2] === row);
+    const candidates = grid.places
+      .map((place, rank) => [Math.abs(place[0] - x), rank, place[1]])
+      .filter((one) => one[2] === row);
     return setCurrent(candidates.sort((a, b) => a[0] - b[0])[0][1]);
   }
 
@@ -144,7 +229,9 @@ export function meshPanel(first, context) {
     if (!event || !grid) return setCurrent(null);
     const box = picture.element.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left - EDGE, event.clientY - box.top - EDGE];
-    const found = grid.places.findIndex(([left, top]) => x >= left && x < left + cell.width && y >= top && y < top + cell.height);
+    const found = grid.places.findIndex(
+      ([left, top]) => x >= left && x < left + cell.width && y >= top && y < top + cell.height,
+    );
     return setCurrent(found < 0 ? null : found);
   }
 
@@ -156,14 +243,18 @@ export function meshPanel(first, context) {
       key.style.backgroundColor = colour(hostNames().indexOf(name));
       return make("li", {}, key, make("b", {}, name), ` ranks ${rankRanges(ranksOf(name))}`);
     });
-    if (names.length > MOST_HOSTS) entries.push(make("li", {}, `and ${names.length - MOST_HOSTS} more hosts, in the table`));
-    if (panel.slow.length > 0) entries.push(make("li", { class: "level-error" }, `▲ rank ${rankRanges(panel.slow)}: holds the others up`));
+    if (names.length > MOST_HOSTS)
+      entries.push(make("li", {}, `and ${names.length - MOST_HOSTS} more hosts, in the table`));
+    if (panel.slow.length > 0)
+      entries.push(make("li", { class: "level-error" }, `▲ rank ${rankRanges(panel.slow)}: holds the others up`));
     hosts.replaceChildren(...entries);
   }
 
   function show() {
     const layout = panel.axes.map((one) => `${one.name} ${one.size}${one.talk ? ` (${one.talk})` : ""}`).join(", ");
-    picture.setLabel(`${panel.title}: ${world()} ranks${layout ? ` as ${layout}` : ""} on ${hostNames().filter(Boolean).length || "unknown"} hosts${panel.slow.length > 0 ? `; slow: ranks ${rankRanges(panel.slow)}` : ""}. Arrow keys go from rank to rank.`);
+    picture.setLabel(
+      `${panel.title}: ${world()} ranks${layout ? ` as ${layout}` : ""} on ${hostNames().filter(Boolean).length || "unknown"} hosts${panel.slow.length > 0 ? `; slow: ranks ${rankRanges(panel.slow)}` : ""}. Arrow keys go from rank to rank.`,
+    );
     if (axis !== null && !(panel.axes[axis]?.size > 1)) axis = null;
     if (current !== null && current >= world()) current = null;
     axes.hidden = panel.axes.length === 0;
@@ -184,7 +275,12 @@ export function meshPanel(first, context) {
       columns: ["rank", "host", ...panel.axes.map((one) => one.name), "slow"],
       right: [true, false, ...panel.axes.map(() => true), false],
       count: world(),
-      row: (rank) => [String(rank), panel.hosts[rank] ?? "", ...coordinates(rank, sizes()).map(String), panel.slow.includes(rank) ? "slow" : ""],
+      row: (rank) => [
+        String(rank),
+        panel.hosts[rank] ?? "",
+        ...coordinates(rank, sizes()).map(String),
+        panel.slow.includes(rank) ? "slow" : "",
+      ],
     }),
     remove() {
       forget();

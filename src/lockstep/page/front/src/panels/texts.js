@@ -6,18 +6,22 @@ import { table } from "../tables.js";
 
 const GOOD = [2, 0, 8];
 const LOST = [1, 3, 4, 7, 6, 5];
-const ROOM_FOR_NAME = 0.09;
 
 export function tablePanel(first) {
   const element = make("div");
-  const update = (panel) => element.replaceChildren(table(
-    { columns: panel.columns, right: panel.right, count: panel.rows.length, row: (number) => panel.rows[number] }, panel.title));
+  const update = (panel) =>
+    element.replaceChildren(
+      table(
+        { columns: panel.columns, right: panel.right, count: panel.rows.length, row: (number) => panel.rows[number] },
+        `${panel.title}: table`,
+      ),
+    );
   update(first);
   return { element, update };
 }
 
 export function textPanel(first) {
-  const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": first.title });
+  const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": `${first.title}: text` });
   const update = (panel) => {
     if (panel.language === "toml") element.replaceChildren(...panel.text.split("\n").map(tomlLine));
     else setText(element, panel.text);
@@ -38,29 +42,58 @@ export function sharesPanel(first) {
   const list = make("ul", { class: "shares-list" });
   const element = make("div", { class: "shares" }, bar, list);
   let panel = first;
+  let pieces = [];
 
   function draw() {
     const whole = panel.parts.reduce((sum, part) => sum + part.amount, 0);
     const colours = pick(panel.parts);
-    const shown = panel.parts.map((part, number) => ({ ...part, share: whole > 0 ? part.amount / whole : 0, colour: colours[number] })).filter((part) => part.amount > 0);
+    const shown = panel.parts
+      .map((part, number) => ({ ...part, share: whole > 0 ? part.amount / whole : 0, colour: colours[number] }))
+      .filter((part) => part.amount > 0);
     const text = (part) => `${part.name} ${percent(part.share)}`;
-    bar.setAttribute("aria-label", `${panel.title}: ${shown.map((part) => `${text(part)} (${amount(part.amount, panel.unit)}${part.good ? ", useful" : ""})`).join(", ")}.`);
-    bar.replaceChildren(...shown.map((part) => {
-      const piece = make("div", { class: part.good ? "share" : "share share-lost" }, part.share >= ROOM_FOR_NAME ? text(part) : "");
+    bar.setAttribute(
+      "aria-label",
+      `${panel.title}: ${shown.map((part) => `${text(part)} (${amount(part.amount, panel.unit)}${part.good ? ", useful" : ""})`).join(", ")}.`,
+    );
+    pieces = shown.map((part) => {
+      const label = make("span");
+      const piece = make("div", { class: part.good ? "share" : "share share-lost", title: text(part) }, label);
       piece.style.flexGrow = String(part.share);
       piece.style.backgroundColor = colour(part.colour);
-      piece.title = text(part);
-      return piece;
-    }));
-    list.replaceChildren(...shown.map((part) => {
-      const key = make("span", { class: part.good ? "swatch" : "swatch share-lost" });
-      key.style.backgroundColor = colour(part.colour);
-      return make("li", {}, key, make("span", { class: "share-name" }, part.name), make("span", { class: "share-amount" }, amount(part.amount, panel.unit)),
-        make("span", { class: "share-part" }, percent(part.share)), part.note ? make("span", { class: "share-note" }, part.note) : null);
-    }));
+      return { piece, label, texts: [text(part), percent(part.share), ""] };
+    });
+    bar.replaceChildren(...pieces.map(({ piece }) => piece));
+    name();
+    list.replaceChildren(
+      ...shown.map((part) => {
+        const key = make("span", { class: part.good ? "swatch" : "swatch share-lost" });
+        key.style.backgroundColor = colour(part.colour);
+        return make(
+          "li",
+          {},
+          key,
+          make("span", { class: "share-name" }, part.name),
+          make("span", { class: "share-amount" }, amount(part.amount, panel.unit)),
+          make("span", { class: "share-part" }, percent(part.share)),
+          part.note ? make("span", { class: "share-note" }, part.note) : null,
+        );
+      }),
+    );
+  }
+
+  // The name of a part where there is room for it, else its share, else nothing.
+  function name() {
+    for (const { piece, label, texts } of pieces) {
+      for (const text of texts) {
+        setText(label, text);
+        if (label.offsetWidth <= piece.clientWidth - 14) break;
+      }
+    }
   }
 
   const forget = onTheme(draw);
+  const watcher = new ResizeObserver(() => requestAnimationFrame(name));
+  watcher.observe(bar);
   draw();
   return {
     element,
@@ -68,7 +101,10 @@ export function sharesPanel(first) {
       panel = newPanel;
       draw();
     },
-    remove: forget,
+    remove() {
+      watcher.disconnect();
+      forget();
+    },
   };
 }
 

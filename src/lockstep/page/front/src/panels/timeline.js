@@ -58,30 +58,50 @@ export function timelinePanel(first, context) {
     });
     return [
       shape("text", { x: left - 10, y: y + 20, "text-anchor": "end" }, text),
-      shape("rect", { class: `bar state-${span.state}`, x, y: y + 5, width: wide, height: BAR, rx: 4 }, shape("title", {}, about)),
+      shape(
+        "rect",
+        { class: `bar state-${span.state}`, x, y: y + 5, width: wide, height: BAR, rx: 4 },
+        shape("title", {}, about),
+      ),
       wide > 90 ? shape("text", { class: "bar-text", x: x + 8, y: y + 20 }, span.state) : null,
       ...ticks.map((moment) => tick(moment, at(moment.time), y)),
     ].filter(Boolean);
   }
 
   function tick(moment, x, y) {
-    const paths = { error: `M${x - 5} ${y + 1}h10l-5 9z`, warning: `M${x - 5} ${y + 1}h10l-5 9z`, good: `M${x - 1} ${y + 3}h2v24h-2z`, info: `M${x - 0.5} ${y + 19}h1v9h-1z` };
+    const paths = {
+      error: `M${x - 5} ${y + 1}h10l-5 9z`,
+      warning: `M${x - 5} ${y + 1}h10l-5 9z`,
+      good: `M${x - 1} ${y + 3}h2v24h-2z`,
+      info: `M${x - 0.75} ${y + 26}h1.5v5h-1.5z`,
+    };
     const line = moment.level === "error" || moment.level === "warning" ? `M${x - 0.75} ${y + 4}h1.5v24h-1.5z` : "";
-    return shape("path", { class: `tick level-${moment.level}`, d: paths[moment.level] + line }, shape("title", {}, moment.text));
+    return shape(
+      "path",
+      { class: `tick level-${moment.level}`, d: paths[moment.level] + line },
+      shape("title", {}, moment.text),
+    );
   }
 
   function fillFilters() {
-    filters.replaceChildren(...LEVELS.map((level) => {
-      const number = panel.moments.filter((moment) => moment.level === level).length;
-      const pick = toggle("", !off.has(level), (isOn) => {
-        if (isOn) off.delete(level);
-        else off.add(level);
-        fillList();
-        picture.redraw();
-      }, { class: `small level-${level}`, disabled: number === 0 });
-      pick.append(levelMark(level), ` ${level} ${grouped(number)}`);
-      return pick;
-    }));
+    filters.replaceChildren(
+      ...LEVELS.map((level) => {
+        const number = panel.moments.filter((moment) => moment.level === level).length;
+        const pick = toggle(
+          "",
+          !off.has(level),
+          (isOn) => {
+            if (isOn) off.delete(level);
+            else off.add(level);
+            fillList();
+            picture.redraw();
+          },
+          { class: `small level-${level}`, disabled: number === 0 },
+        );
+        pick.append(levelMark(level), ` ${level} ${grouped(number)}`);
+        return pick;
+      }),
+    );
   }
 
   function fillList() {
@@ -90,16 +110,41 @@ export function timelinePanel(first, context) {
     if (shown.length === 0) return list.replaceChildren();
     const row = (number) => {
       const moment = shown[number];
-      const what = make("span", { class: `what level-${moment.level}` }, levelMark(moment.level), hiddenText(`${moment.level}: `), moment.what);
-      return [momentText(moment.time, context.start()), String(moment.attempt), moment.step === null ? "" : grouped(moment.step), what, moment.text];
+      const what = make(
+        "span",
+        { class: `what level-${moment.level}` },
+        levelMark(moment.level),
+        hiddenText(`${moment.level}: `),
+        moment.what,
+      );
+      return [
+        momentText(moment.time, context.start()),
+        what,
+        moment.text,
+        moment.step === null ? "" : grouped(moment.step),
+        String(moment.attempt),
+      ];
     };
-    return list.replaceChildren(table({ columns: ["when", "attempt", "step", "what", "said"], right: [false, true, true, false, false], count: shown.length, row }, `${panel.title}: events`));
+    return list.replaceChildren(
+      table(
+        {
+          columns: ["when", "what", "said", "step", "attempt"],
+          right: [false, false, false, true, true],
+          count: shown.length,
+          row,
+        },
+        `${panel.title}: events`,
+      ),
+    );
   }
 
   function show() {
     const left = panel.spans.length - shownSpans().length;
-    picture.setLabel(`${panel.title}: ${left > 0 ? `the last ${MOST_BARS} of ` : ""}${panel.spans.length} ${panel.spans.length === 1 ? "attempt" : "attempts"}. ${shownSpans().map((span) =>
-      `Attempt ${span.attempt} ${span.state} after ${duration(span.end - span.begin)}`).join(". ")}.`);
+    picture.setLabel(
+      `${panel.title}: ${left > 0 ? `the last ${MOST_BARS} of ` : ""}${panel.spans.length} ${panel.spans.length === 1 ? "attempt" : "attempts"}. ${shownSpans()
+        .map((span) => `Attempt ${span.attempt} ${span.state} after ${duration(span.end - span.begin)}`)
+        .join(". ")}.`,
+    );
     picture.element.hidden = panel.spans.length === 0;
     fillFilters();
     fillList();

@@ -1,0 +1,84 @@
+"""A real browser for the tests in this folder: started once, and nothing may leave it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.page import html
+from lockstep.page.panels import Page
+
+FRONT = Path(html.__file__).parent / "front"
+AXE = FRONT / "node_modules/axe-core/axe.min.js"
+FIX = "`.ci/install-browser` installs it"
+
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Debian's chromium."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip(f"needs chromium: {FIX}")
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make setup` installs it")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The script that looks for what people with other abilities could not use."""
+    if not AXE.exists():
+        pytest.skip(f"needs the npm packages of the page: {FIX}")
+    return AXE.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
+    """`open_page(page)` opens it from a file and gives the tab. A request that would leave, or an error, fails."""
+    problems: list[str] = []
+    contexts: list[Any] = []
+
+    def opened(
+        page: Page | None = None, *, url: str = "", width: int = 1280, theme: str = "light", **options: Any
+    ) -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce", **options
+        )
+        contexts.append(context)
+        tab = context.new_page()
+        if page is not None:
+            file = tmp_path / "page.html"
+            file.write_text(html.page_html(page), encoding="utf-8")
+            url = file.as_uri()
+
+        def watched(route: Any) -> None:
+            if route.request.url.startswith(url.rpartition("/")[0]):
+                route.continue_()
+            else:
+                problems.append(f"asked for {route.request.url}")
+                route.abort()
+
+        tab.route("**/*", watched)
+
+        def heard(message: Any) -> None:
+            if message.type in ("error", "warning"):
+                problems.append(message.text)
+
+        tab.on("console", heard)
+        tab.on("pageerror", lambda error: problems.append(f"{error}\n{error.stack}"))
+        tab.goto(url)
+        tab.problems = problems
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert problems == []

@@ -1,0 +1,390 @@
+"""The page in a real browser: it draws every panel, obeys the mouse and the keyboard, and nothing gets in or out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.page.html import data_text, page_html
+from lockstep.page.panels import Page, Section
+from tests.browser import example
+from tests.browser.conftest import OpenPage
+
+pytestmark = pytest.mark.browser
+
+KINDS = ("lines", "stack", "shares", "heat", "timeline", "mesh", "timetable", "table", "text")
+
+
+def panel(tab: Any, title: str) -> Any:
+    """The panel of that title, drawn."""
+    found = tab.locator(".panel").filter(has=tab.get_by_role("heading", name=title, exact=True))
+    found.scroll_into_view_if_needed()
+    found.locator(".body > *").first.wait_for()
+    return found
+
+
+def draw_all(tab: Any) -> None:
+    """Scroll through, so that everything is drawn."""
+    tab.evaluate(
+        """async () => {
+          for (let y = 0; y < document.documentElement.scrollHeight; y += 1400) {
+            scrollTo(0, y);
+            await new Promise(requestAnimationFrame);
+          }
+          await new Promise((done) => setTimeout(done, 60));
+          scrollTo(0, 0);
+        }"""
+    )
+
+
+def drag(tab: Any, chart: Any, begin: float, end: float) -> None:
+    box = chart.locator(".u-over").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    tab.mouse.move(box["x"] + begin * box["width"], middle)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + end * box["width"], middle, steps=4)
+    tab.mouse.up()
+
+
+def ink_of(chart: Any, colour: str) -> int:
+    """How many pixels of a chart have a colour."""
+    return int(
+        chart.locator("canvas").first.evaluate(
+            """(canvas, wanted) => {
+              const { width, height } = canvas;
+              const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+              copy.drawImage(canvas, 0, 0);
+              const { data } = copy.getImageData(0, 0, width, height);
+              const parts = [1, 3, 5].map((at) => parseInt(wanted.slice(at, at + 2), 16));
+              let count = 0;
+              for (let at = 0; at < data.length; at += 4) {
+                const isNear = parts.every((part, number) => Math.abs(data[at + number] - part) < 12);
+                if (data[at + 3] > 200 && isNear) count++;
+              }
+              return count;
+            }""",
+            colour,
+        )
+    )
+
+
+def test_every_kind_of_panel_is_drawn(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    draw_all(tab)
+    for kind in KINDS:
+        assert tab.locator(f".panel-{kind} .body > *").count() >= 1, kind
+    assert tab.get_by_role("heading", level=1).inner_text() == "lm-wikitext"
+    assert tab.locator(".state").inner_text().strip() == "✓ finished"
+    assert tab.locator(".advice li").count() == 3
+    assert ink_of(panel(tab, "Loss"), "#0067a5") > 300
+    assert tab.locator("#plain").count() == 0
+    boxes = [tab.locator(".panel-lines").nth(number).bounding_box() for number in range(2)]
+    assert boxes[0]["y"] == boxes[1]["y"], "charts stand two in a row"
+
+
+def test_hostile_strings_stay_text_and_are_not_wider_than_a_phone(open_page: OpenPage) -> None:
+    tab = open_page(example.hostile_page(), width=360)
+    draw_all(tab)
+    assert tab.evaluate("document.documentElement.scrollWidth") == 360
+    tab.get_by_role("button", name="Table", exact=True).first.click()
+    assert tab.evaluate("window.hacked") is None
+    assert tab.locator("img").count() == 0
+    assert tab.get_by_role("heading", level=1).inner_text().startswith("</script><img")
+
+
+def test_the_browser_itself_refuses_html_made_of_text(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    answer = tab.evaluate("try { document.body.innerHTML = '<b>x</b>'; 'done' } catch (error) { error.name }")
+    assert answer == "TypeError"
+    tab.problems.clear()
+
+
+def test_one_step_no_validation_and_values_that_are_no_numbers(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    draw_all(tab)
+    assert ink_of(panel(tab, "One step"), "#0067a5") > 10
+    assert ink_of(panel(tab, "Holes"), "#0067a5") > 30, "values between holes get a dot each"
+    assert ink_of(panel(tab, "Nothing finite"), "#0067a5") == 0
+    assert "2 values are not above 0" in panel(tab, "All zero").inner_text()
+    for title in ("No curve", "Nothing spent", "No attempt", "No pipeline", "No row", "No text"):
+        assert "Nothing was recorded." in panel(tab, title).inner_text()
+    assert "Line 12 of events.jsonl" in tab.locator(".unreadable").inner_text()
+    assert tab.locator(".section").last.inner_text().split("\n")[-1] == "Nothing was recorded."
+
+
+def test_a_name_in_the_legend_hides_its_curve_by_click_and_by_key(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    loss = panel(tab, "Loss")
+    name = loss.get_by_role("button", name="train")
+    before = ink_of(loss, "#0067a5")
+    name.click()
+    assert name.get_attribute("aria-pressed") == "false"
+    tab.wait_for_timeout(50)
+    assert ink_of(loss, "#0067a5") == 0
+    name.press("Enter")
+    tab.wait_for_timeout(50)
+    assert name.get_attribute("aria-pressed") == "true"
+    assert ink_of(loss, "#0067a5") == before
+
+
+def test_a_hidden_part_of_a_stack_leaves_the_sum(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    chart = panel(tab, "One step of parts")
+    assert "together 200 ms" in chart.locator(".legend").inner_text()
+    chart.get_by_role("button", name="compute").click()
+    assert "together 0 s" in chart.locator(".legend").inner_text()
+
+
+def test_the_mouse_reads_values_and_drags_a_zoom_which_a_double_click_resets(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    loss = panel(tab, "Loss")
+    legend = loss.locator(".legend")
+    assert "last values" in legend.inner_text()
+    drag(tab, loss, 0.25, 0.5)
+    reset = loss.get_by_role("button", name="Reset zoom")
+    assert reset.is_visible()
+    box = loss.locator(".u-over").bounding_box()
+    tab.mouse.move(box["x"] + 2, box["y"] + 20)
+    step = int(re.search(r"step ([\d,]+)", legend.inner_text()).group(1).replace(",", ""))  # type: ignore[union-attr]
+    assert 700 < step < 800, "a quarter of 3000 steps"
+    # The other charts over steps show the same one.
+    assert f"step {step:,}" in panel(tab, "Learning rate").locator(".legend").inner_text()
+    loss.locator(".u-over").dblclick()
+    assert not reset.is_visible()
+
+
+def test_keys_read_values_and_zoom(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    loss = panel(tab, "Loss")
+    chart = loss.get_by_role("img")
+    chart.focus()
+    chart.press("Home")
+    assert "step 1" in loss.locator(".legend-place").inner_text()
+    chart.press("ArrowRight")
+    assert "step 6" in loss.locator(".legend-place").inner_text()
+    tab.wait_for_timeout(250)
+    assert tab.locator("[aria-live=polite]").inner_text().startswith("step 6. train ")
+    chart.press("+")
+    assert loss.get_by_role("button", name="Reset zoom").is_visible()
+    chart.press("0")
+    assert not loss.get_by_role("button", name="Reset zoom").is_visible()
+
+
+def test_a_chart_says_its_range_and_last_value(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    label = panel(tab, "Holes").get_by_role("img").get_attribute("aria-label")
+    assert "step 1 to step 5. train: from 2 to 3, last 2 at step 5." in label
+
+
+def test_the_axis_can_be_logarithmic(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    loss = panel(tab, "Loss")
+    switch = loss.get_by_role("button", name="Log")
+    picture = loss.locator("canvas").screenshot()
+    switch.click()
+    tab.wait_for_timeout(50)
+    assert switch.get_attribute("aria-pressed") == "true"
+    assert loss.locator("canvas").screenshot() != picture
+    assert panel(tab, "Gradient norm").get_by_role("button", name="Log").get_attribute("aria-pressed") == "true"
+
+
+def test_values_as_a_table(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    holes = panel(tab, "Holes")
+    holes.get_by_role("button", name="Table").click()
+    assert holes.locator("tr").all_inner_texts() == [
+        "step\ttrain", "1\t3", "2\tnot finite", "3\t2.5", "4\tnot finite", "5\t2",
+    ]  # fmt: skip
+    holes.get_by_role("button", name="Table").click()
+    assert holes.locator("table").count() == 0
+    long = panel(open_page(example.example_page()), "Loss")
+    long.get_by_role("button", name="Table").click()
+    assert long.locator("tbody tr").count() == 100
+    long.get_by_role("button", name="Show all 600 rows").click()
+    assert long.locator("tbody tr").count() == 600
+
+
+def test_a_heat_map_is_read_cell_by_cell_and_layer_by_layer(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    heat = panel(tab, "Each rank over time")
+    picture = heat.get_by_role("img")
+    assert "highest on average rank 5 (node2)" in picture.get_attribute("aria-label")
+    picture.focus()
+    picture.press("ArrowDown")
+    picture.press("ArrowDown")
+    assert heat.locator(".readout").inner_text().startswith("rank 1 (node1), step 1: 1")
+    heat.get_by_role("button", name="waiting").click()
+    assert "highest on average rank 5" not in picture.get_attribute("aria-label")
+    box = picture.bounding_box()
+    tab.mouse.move(box["x"] + box["width"] - 2, box["y"] + 5 * 24 + 12)
+    assert heat.locator(".readout").inner_text().startswith("rank 5 (node2), step 2,996: ")
+
+
+def test_an_axis_of_the_mesh_shows_who_talks(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    mesh = panel(tab, "The mesh")
+    mesh.get_by_role("button", name="dp = 2").click()
+    assert mesh.locator(".readout").inner_text() == "dp: 4 groups of 2 ranks; sums of gradients, once a step."
+    assert mesh.locator(".group").count() == 4
+    picture = mesh.get_by_role("img")
+    picture.focus()
+    for _ in range(6):
+        picture.press("ArrowRight")
+    text = mesh.locator(".readout").inner_text()
+    assert text == "rank 5 on node2: pp 1, dp 0, tp 1; it holds the others up; with ranks 5, 7 on dp."
+
+
+def test_a_mesh_of_4096_ranks_is_drawn_with_every_number(open_page: OpenPage) -> None:
+    mesh = example.mesh({"pp": 8, "dp": 4, "fsdp": 16, "tp": 8}, 8)
+    tab = open_page(with_panels([mesh]))
+    numbers = panel(tab, "The mesh").locator("text.rank").all_text_contents()
+    assert numbers == [str(rank) for rank in range(4096)]
+
+
+def test_the_timetable_tells_what_a_place_did(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    chart = panel(tab, "One step of the pipeline")
+    picture = chart.get_by_role("img")
+    picture.focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+        picture.press(key)
+    assert chart.locator(".readout").inner_text() == (
+        "place 1, stage 1: forward of micro-batch 1, 11 ms, from 22 ms to 33 ms"
+    )
+
+
+def test_events_are_filtered_by_level(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page())
+    events = panel(tab, "Attempts")
+    assert events.get_by_role("status").inner_text() == "34 of 34 events"
+    events.get_by_role("button", name="info 29").click()
+    assert events.get_by_role("status").inner_text() == "5 of 34 events"
+    assert events.locator("tbody tr").count() == 5
+
+
+def test_times_count_from_the_start_or_follow_the_clock(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page(), timezone_id="UTC")
+    events = panel(tab, "Attempts")
+    assert events.locator("tbody td").first.inner_text() == "+42 s"
+    tab.get_by_role("button", name="Clock time").click()
+    assert events.locator("tbody td").first.inner_text() == "2025-10-09 08:54:02"
+
+
+def test_the_theme_follows_the_system_until_somebody_chooses(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page(), theme="dark")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    assert tab.evaluate(paper) == "rgb(14, 18, 22)"
+    loss = panel(tab, "Loss")
+    assert ink_of(loss, "#6cb8f0") > 300
+    tab.get_by_role("button", name="Dark").click()
+    tab.wait_for_timeout(50)
+    assert tab.evaluate(paper) == "rgb(244, 246, 248)"
+    assert ink_of(loss, "#0067a5") > 300
+    tab.reload()
+    assert tab.evaluate(paper) == "rgb(244, 246, 248)"
+
+
+def test_everything_is_reached_with_the_tab_key_and_the_first_stop_skips_the_bar(open_page: OpenPage) -> None:
+    tab = open_page(with_panels(example.example_run().sections[0].panels[:1]))
+    panel(tab, "Loss")
+    tab.evaluate("scrollTo(0, 0)")
+    stops = []
+    for _ in range(16):
+        tab.keyboard.press("Tab")
+        stops.append(tab.evaluate("document.activeElement.innerText || document.activeElement.className"))
+    assert stops[0] == "Skip to the content"
+    if "Skip to the content" in stops[1:]:
+        stops = stops[: stops.index("Skip to the content", 1)]
+    assert [stop for stop in stops if stop in ("Clock time", "Dark", "Overview", "Log", "Table", "plot")] == [
+        "Clock time", "Dark", "Overview", "Log", "Table", "plot",
+    ]  # fmt: skip
+    assert any(stop.startswith("validation") for stop in stops)
+    tab.get_by_role("button", name="Log").focus()
+    assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
+
+
+def test_several_runs_are_tabs_behind_their_comparison(open_page: OpenPage) -> None:
+    tab = open_page(example.comparison_page(steps=300))
+    assert tab.get_by_role("heading", level=1).inner_text() == "Three runs of lm"
+    headings = tab.get_by_role("heading", level=2).all_inner_texts()
+    assert headings.index("Scaling") < headings.index("lm 1 GPUs")
+    tabs = tab.get_by_role("tab")
+    assert tabs.count() == 3
+    tabs.first.focus()
+    tabs.first.press("ArrowRight")
+    assert tabs.nth(1).get_attribute("aria-selected") == "true"
+    assert tab.get_by_role("heading", name="lm 4 GPUs").is_visible()
+    assert not tab.get_by_role("heading", name="lm 1 GPUs").is_visible()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_axe_finds_nothing_and_no_page_is_wider_than_its_window(
+    open_page: OpenPage, axe: str, theme: str, width: int
+) -> None:
+    others = [example.comparison_page(steps=300)] if (theme, width) == ("dark", 360) else [example.sparse_page()]
+    for page in (example.example_page(steps=300), *others):
+        # The page forbids any script but its own: that one has to be let in for once.
+        tab = open_page(page, width=width, theme=theme, bypass_csp=True)
+        draw_all(tab)
+        for chart in tab.get_by_role("button", name="Table", exact=True).all()[:2]:
+            chart.click()
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        tab.evaluate(axe)
+        found = tab.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        assert [(one["id"], one["nodes"][0]["target"], one["help"]) for one in found["violations"]] == []
+
+
+def test_it_prints_light_whole_and_without_what_only_a_screen_needs(open_page: OpenPage, tmp_path: Path) -> None:
+    tab = open_page(example.comparison_page(steps=300), theme="dark")
+    tab.emulate_media(media="print", color_scheme="dark")
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for selector in (".nav", ".tools", ".bar-tools", ".tabs"):
+        assert not tab.locator(selector).first.is_visible(), selector
+    tab.pdf(path=tmp_path / "page.pdf", format="A4")
+    assert (tmp_path / "page.pdf").stat().st_size > 50_000
+    # Also what nobody has scrolled to, and the tabs nobody has opened, were drawn for it.
+    assert tab.locator(".panel-heat canvas").count() == 3
+    assert tab.locator(".panel-timetable svg").count() == 3
+    tab.set_viewport_size({"width": 700, "height": 900})
+    wide = tab.evaluate(
+        "Math.max(...[...document.querySelectorAll('canvas, svg')].map((one) => one.getBoundingClientRect().right))"
+    )
+    assert wide <= 700
+
+
+def test_without_script_there_are_headline_advice_and_tables(open_page: OpenPage) -> None:
+    tab = open_page(example.example_page(), java_script_enabled=False)
+    text = tab.locator("body").inner_text()
+    assert "need JavaScript" in text
+    assert "It finished all 3,000 steps" in text
+    assert "Give rank 5 on node2 faster input" in text
+    assert "checkpoints/step-00003000" in text
+
+
+def test_five_megabytes_open_at_once(open_page: OpenPage) -> None:
+    page = example.large_page(5.0)
+    assert len(data_text(page)) > 5e6
+    tab = open_page(page)
+    tab.locator(".panel-lines canvas").first.wait_for()
+    milliseconds = tab.evaluate("new Promise((done) => requestAnimationFrame(() => done(performance.now())))")
+    # Two seconds are promised on a machine of its own; this one may have others to serve.
+    assert milliseconds < 5000
+
+
+def with_panels(panels: list[Any]) -> Page:
+    """A page with these panels alone."""
+    run = example.example_run(steps=300)
+    return replace(
+        example.example_page(steps=30), runs=[replace(run, advice=[], sections=[Section("only", "Only", panels)])]
+    )
+
+
+def test_nothing_in_the_file_points_outside() -> None:
+    text = page_html(example.example_page())
+    hosts = set(re.findall(r"(?:https?:)?//([\w.-]+\.\w+)", text)) - {"www.w3.org"}
+    assert hosts == set(), "namespaces of SVG aside"
