@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.events import Event, without_non_finite
+from lockstep.faults.stragglers import StragglerWatch
+from lockstep.layout import Layout
 
 BEGIN = 1_760_000_000.0
 GB = 10**9
@@ -135,6 +137,7 @@ class _Attempt:
         self._began = self._told = now
         self._steps_told = self._resumed = 0
         self._best, self._best_step = math.inf, 0
+        self._stragglers = StragglerWatch(Layout.parse(made.layout or f"dp={made.ranks}"))
 
     def _event(self, kind: str, **fields: object) -> Event:
         return {"time": round(self.now, 6), "kind": kind, "attempt": self.number, **fields}
@@ -253,7 +256,7 @@ class _Attempt:
         """Where the time went on every rank and what the hosts did."""
         made, everyone = self.made, range(self.made.ranks)
         steps, seconds = step - self._steps_told, made.step_seconds
-        yield self._event(
+        ranks = self._event(
             "ranks",
             step=step,
             steps=steps,
@@ -267,11 +270,14 @@ class _Attempt:
             memory=[GB + rank * 1000 for rank in everyone],
             hosts=[made.host(rank) for rank in everyone],
         )
+        yield ranks
         if made.tells_machine:
             of_each = {"cores": 1.0, "memory": 2 * GB, "threads": made.threads, "workers": made.workers}
-            ranks = {name: [value] * made.ranks for name, value in of_each.items()}
+            processes = {name: [value] * made.ranks for name, value in of_each.items()}
             hosts = [self._host(f"node{number + 1}") for number in range(made.hosts)]
-            yield self._event("machine", step=step, hosts=hosts, ranks=ranks)
+            yield self._event("machine", step=step, hosts=hosts, ranks=processes)
+        if (slow := self._stragglers.look(ranks)) is not None:
+            yield self._event("straggler", step=step, **asdict(slow))
         self._told, self._steps_told = self.now, step
 
     def _host(self, host: str) -> Event:

@@ -97,6 +97,7 @@ class Engine:
         loss_reduction: Literal["sum", "mean"] = "sum",
         recovery: Recovery | None = None,
         observe: Callable[[StepResult, StepBatch], None] | None = None,
+        optimizing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.layout = layout
         self.rank = comm.rank
@@ -122,6 +123,7 @@ class Engine:
         self._comm = comm
         self._requests = requests
         self._observe = observe
+        self._optimizing = optimizing  # entered while gradients are clipped and weights updated
         self.recovery = recovery or Recovery(RecoverConfig())
         self.is_sound = True
         """Whether weights and optimizer are those of `steps_done` steps; not so in the middle of an update."""
@@ -316,11 +318,12 @@ class Engine:
             self._statistics.combine()
         if not skipped:
             self._invariants.check_gradients()
-            grads = local_gradients(self.parameters)
-            factor = batch.global_batch / (weight * loss_scale)
-            counted = grads if len(self._counted) == len(self.stored) else local_gradients(self._counted)
-            norm = global_norm(counted, self._norm_groups, self.device) * factor
-            scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
+            with self._optimizing():
+                grads = local_gradients(self.parameters)
+                factor = batch.global_batch / (weight * loss_scale)
+                counted = grads if len(self._counted) == len(self.stored) else local_gradients(self._counted)
+                norm = global_norm(counted, self._norm_groups, self.device) * factor
+                scale_gradients(grads, gradient_scale(norm, factor, self.clip), self.optimizer)
             self._last_norm = HostCopy(norm), batch
             overflowed = self._overflowed(self._last_norm[0])
             if self.device.type == "cpu" or self.recovery.reads_gradients:
@@ -353,8 +356,9 @@ class Engine:
         else:
             self.is_sound = False
             self._comm.beat.at("the optimizer")
-            self.optimizer.step()
-            self._gradients.updated()
+            with self._optimizing():
+                self.optimizer.step()
+                self._gradients.updated()
             self.recovery.fine()
         self.steps_done += 1
         self.is_sound, self.is_in_step = True, False

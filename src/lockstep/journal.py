@@ -27,7 +27,7 @@ from lockstep.runtime.place import Place
 from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric
 
-PER_STEP = ("step", "metric", "ranks")
+PER_STEP = ("step", "metric", "ranks", "machine")
 SECONDS_BETWEEN_WRITES = 0.1
 
 

@@ -93,8 +93,10 @@ from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.output import show_run
 from lockstep.runtime.place import cpus_per_rank
+from lockstep.runtime.telemetry import Telemetry, machine_event
 from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric, MetricFunction, Perplexity
+from lockstep.settings import script_settings
 
 MOST_WORKERS = 8
 
@@ -128,6 +130,8 @@ class Run:
         self.engine: Engine | None = None
         self.planned: Callable[[], Model] | None = None
         """What the planner knows of the model, where it knows it without looking."""
+        self.settings: str | None = None
+        """The resolved config, where there is more of it than what a script has said."""
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # until the run folder was looked at
         self._comm = comm
         self._config = config
@@ -156,6 +160,7 @@ class Run:
             if line := unused_gpus(comm.place, device):
                 self.message(line, "warning")
         self._watchdog = Watchdog(comm, 60 * config.timeout_minutes, folder.path, launch)
+        self._telemetry = Telemetry(comm.place, device)
         try:
             warn = partial(self.message, level="warning")
             self._checkpoints = Checkpoints(folder, resume, self.seed, comm, warn)
@@ -167,6 +172,7 @@ class Run:
         if self.is_main:
             self._stops.begin()
         self._watchdog.start()
+        self._telemetry.start()
         if self.world_size > 1:
             self._clock.listen()
         if threading.current_thread() is threading.main_thread():
@@ -253,6 +259,7 @@ class Run:
                 Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
             ),
             observe=self._observe,
+            optimizing=self._clock.optimizing,
         )
         self._progress.clear()
         where = (self.layout, self._comm, self.device, cutting, self.seed)
@@ -524,6 +531,7 @@ class Run:
             everything.callback(self._comm.close)
             everything.callback(self._clock.restore)
             everything.callback(self._watchdog.close)
+            everything.callback(self._telemetry.close)
             everything.callback(self.journal.close)
             everything.callback(self.requests.close)
             if self._checkpoints is not None:  # before signals mean something else again
@@ -709,10 +717,13 @@ class Run:
         """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
         spent = self._clock.take(last=last)
         own = {**asdict(spent), "memory": peak_bytes(self.device), "host": socket.gethostname()}
+        own["machine"] = self._telemetry.take(self._progress.workers)
         ranks = self._comm.gather(own)
         if self.is_main:
             step, event = self._steps_done, ranks_event(ranks)
             self.journal.ranks(step, event, self.device.type == "cuda")
+            told = [rank["machine"] for rank in ranks]
+            self.journal.emit("machine", step=step, **machine_event(told, event["hosts"]))
             if (slow := self._stragglers.look(event)) is not None:
                 self.journal.emit("straggler", step=step, **asdict(slow))
                 self.message(slow.text, "warning")
@@ -732,6 +743,9 @@ class Run:
             engine, loader = self._need_engine("loader"), self._progress.first
             assert loader is not None
             self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
+            settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
+            self.journal.emit("settings", text=settings)
+            self._telemetry.take()  # what is told of the machine begins with the first step
             micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
             where = (self._cutting, self.layout, self._comm.place, self.device)
             batches = (loader.order.global_batch, micro_batch)

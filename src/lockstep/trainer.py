@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.cadence import Cadence
-from lockstep.config import Config, Layer, resolve
+from lockstep.config import Config, Layer, resolve, to_toml
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, StepResult
 from lockstep.folder import write_config
@@ -161,9 +161,11 @@ class Trainer:
             prefetch=data.prefetch,
             persistent=data.persistent,
         )
+        settled = {"micro_batch": loader.order.micro_batch, "layout": str(self.run.layout)}
+        config = config.model_copy(update=settled)
+        self.run.settings = to_toml(config)
         if self.run.is_main:
-            settled = {"micro_batch": loader.order.micro_batch, "layout": str(self.run.layout)}
-            write_config(self.run.folder.path, config.model_copy(update=settled))
+            write_config(self.run.folder.path, config)
         return loader
 
     def _steps_per_epoch(self) -> int:

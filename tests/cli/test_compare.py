@@ -34,6 +34,7 @@ from tests.unit.test_events import EXAMPLES
         (["--layouts", "single; dp=2", "--device", "cuda"], "no GPU is visible"),
         (["--layouts", "single; dp=2", "--chart", "no/such/folder.svg"], "make no/such first"),
         (["--layouts", "single; dp=2", "--chart", "speed.png"], "call it speed.svg"),
+        (["--layouts", "single; dp=2", "--page", "speed.htm"], "call it speed.html"),
         (["--layouts", "single; pp=8"], "layout pp=8 (16 samples in micro-batches of 4): schedule 1f1b on 8 ranks"),
         (["--layouts", "single; dp=2", "--steps", "2"], "--steps"),
         (["nonsense", "--layouts", "single; dp=2"], "unknown recipe 'nonsense'"),
@@ -108,6 +109,15 @@ def test_the_results_are_out_before_a_chart_is_written(tmp_path: Path, monkeypat
     monkeypatch.setattr("lockstep.cli.options.write_output", full)
     code, told, _ = compare(tmp_path, monkeypatch, {"single": [2.0] * 2, "dp=2": [2.0] * 2}, "--chart", "speed.svg")
     assert (code, told["ok"]) == (2, True)
+
+
+def test_the_page_has_the_table_and_the_speed_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = {"single": [2.0, 2.0], "dp=2": [2.0, 2.0]}
+    assert compare(tmp_path, monkeypatch, outcomes, "--page", "speed.html")[0] == 0
+    page = (tmp_path / "speed.html").read_text()
+    assert "linear, 32 samples a step: the same training on every layout" in page
+    assert '"ideal"' in page
+    assert "the losses agree" in page
 
 
 def test_a_layout_that_fails_says_why_is_not_tried_again_and_the_others_go_on(

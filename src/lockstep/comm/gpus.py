@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,9 @@ def gpus_here(root: Path) -> tuple[list[Gpu], dict[str, str], dict[str, str], st
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return [], {}, {}, str(error)
-    handles, troubles = {}, []
     try:
         driver = {"driver": _words(pynvml.nvmlSystemGetDriverVersion())}
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
-            except pynvml.NVMLError as error:  # it fell off the bus, say
-                troubles.append(f"GPU {index}: {error}")
+        handles, troubles = handles_of(pynvml)
         gpus = [_gpu(pynvml, index, handle, root) for index, handle in handles.items()]
         pairs = [(a, b) for b in handles for a in handles if a < b]
         links = {f"{a}-{b}": _link(pynvml, handles[a], handles[b]) for a, b in pairs}
@@ -60,6 +56,33 @@ def gpus_here(root: Path) -> tuple[list[Gpu], dict[str, str], dict[str, str], st
         return [], {}, {}, str(error)
     finally:
         pynvml.nvmlShutdown()
+
+
+def handles_of(nvml: Any) -> tuple[dict[int, Any], list[str]]:
+    """What the driver knows its GPUs by, whichever of them a process may see; and which of them do not answer."""
+    handles, troubles = {}, []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handles[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:  # it fell off the bus, say
+            troubles.append(f"GPU {index}: {error}")
+    return handles, troubles
+
+
+def ask(nvml: Any, handle: Any, name: str, *arguments: object) -> Any:
+    """What the driver says of a GPU; None where it does not say."""
+    try:
+        return getattr(nvml, name)(handle, *arguments)
+    except (AttributeError, nvml.NVMLError):
+        return None
+
+
+def identity_of(nvml: Any, handle: Any) -> tuple[str, str, str]:
+    """The name of a GPU, its UUID and its place on the PCI bus."""
+    pci = ask(nvml, handle, "nvmlDeviceGetPciInfo_v3") or ask(nvml, handle, "nvmlDeviceGetPciInfo")
+    bus = _words(getattr(pci, "busId", "")).lower()
+    bus = bus[-12:] if len(bus) > 12 else bus  # the driver writes a domain of eight digits, the kernel one of four
+    return _words(ask(nvml, handle, "nvmlDeviceGetName")), _words(ask(nvml, handle, "nvmlDeviceGetUUID")), bus
 
 
 def _words(value: object) -> str:
@@ -78,30 +101,23 @@ SLOWED = {
 
 
 def _gpu(nvml: Any, index: int, handle: Any, root: Path) -> Gpu:
-    def ask(name: str, *arguments: object) -> object:
-        try:
-            return getattr(nvml, name)(handle, *arguments)
-        except (AttributeError, nvml.NVMLError):
-            return None
-
-    memory, pci = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetPciInfo_v3") or ask("nvmlDeviceGetPciInfo")
-    bus = _words(getattr(pci, "busId", "")).lower()
-    bus = bus[-12:] if len(bus) > 12 else bus  # the driver writes a domain of eight digits, the kernel one of four
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons") or ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    said = partial(ask, nvml, handle)
+    memory, (name, uuid, bus) = said("nvmlDeviceGetMemoryInfo"), identity_of(nvml, handle)
+    reasons = said("nvmlDeviceGetCurrentClocksEventReasons") or said("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     assert isinstance(reasons, int)
-    slowed = {text for name, text in SLOWED.items() if (bit := getattr(nvml, name, 0)) and reasons & bit}
-    errors = ask(
+    slowed = {text for reason, text in SLOWED.items() if (bit := getattr(nvml, reason, 0)) and reasons & bit}
+    errors = said(
         "nvmlDeviceGetTotalEccErrors",
         getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1),
         getattr(nvml, "NVML_VOLATILE_ECC", 0),
     )
-    rows = ask("nvmlDeviceGetRemappedRows")
-    temperature = ask("nvmlDeviceGetTemperature", 0)
-    running = ask("nvmlDeviceGetComputeRunningProcesses")
+    rows = said("nvmlDeviceGetRemappedRows")
+    temperature = said("nvmlDeviceGetTemperature", 0)
+    running = said("nvmlDeviceGetComputeRunningProcesses")
     return Gpu(
         index=index,
-        name=_words(ask("nvmlDeviceGetName")),
-        uuid=_words(ask("nvmlDeviceGetUUID")),
+        name=name,
+        uuid=uuid,
         pci=bus,
         numa=numa_of(root / "sys/bus/pci/devices" / bus),
         memory=getattr(memory, "total", 0),

@@ -95,7 +95,7 @@ def look_around(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
         versions=_versions() | driver,
         variables=_variables(env),
         cpus=len(os.sched_getaffinity(0)),
-        cpu_quota=_cpu_quota(root),
+        cpu_quota=cpu_quota(root),
         memory=memory,
         memory_free=free,
         limits=_limits(),
@@ -160,36 +160,39 @@ def _disk(path: Path) -> tuple[int, int]:
     return usage.total, usage.free
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file of the system says; nothing where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path)
+def number_of(path: Path) -> int | None:
+    """The number that a file of the system holds."""
+    text = text_of(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 def memory_here(root: Path) -> tuple[int, int]:
     """All memory and what is available, in bytes, as the control group allows it."""
-    found = {name: int(kb) * 1024 for name, kb in re.findall(r"(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"))}
+    found = {name: int(kb) * 1024 for name, kb in re.findall(r"(\w+):\s+(\d+) kB", text_of(root / "proc/meminfo"))}
     total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    allowed = _number(root / "sys/fs/cgroup/memory.max")
+    allowed = number_of(root / "sys/fs/cgroup/memory.max")
     if allowed is not None and allowed < total:
-        used = _number(root / "sys/fs/cgroup/memory.current") or 0
+        used = number_of(root / "sys/fs/cgroup/memory.current") or 0
         return allowed, min(free, max(0, allowed - used))
     return total, free
 
 
-def _cpu_quota(root: Path) -> float | None:
-    match = re.fullmatch(r"(\d+) (\d+)", _text(root / "sys/fs/cgroup/cpu.max"))
+def cpu_quota(root: Path) -> float | None:
+    """How many CPUs the control group allows; None where it sets no limit."""
+    match = re.fullmatch(r"(\d+) (\d+)", text_of(root / "sys/fs/cgroup/cpu.max"))
     return int(match[1]) / int(match[2]) if match else None
 
 
 def _ephemeral_ports(root: Path) -> int:
-    match = re.fullmatch(r"(\d+)\s+(\d+)", _text(root / "proc/sys/net/ipv4/ip_local_port_range"))
+    match = re.fullmatch(r"(\d+)\s+(\d+)", text_of(root / "proc/sys/net/ipv4/ip_local_port_range"))
     return int(match[2]) - int(match[1]) + 1 if match else 0
 
 
@@ -204,8 +207,8 @@ def _is_free(port: int) -> bool:
 
 
 def _has_default_route(root: Path) -> bool:
-    rows = [line.split() for line in _text(root / "proc/net/route").splitlines()[1:]]
-    six = [line.split() for line in _text(root / "proc/net/ipv6_route").splitlines()]
+    rows = [line.split() for line in text_of(root / "proc/net/route").splitlines()[1:]]
+    six = [line.split() for line in text_of(root / "proc/net/ipv6_route").splitlines()]
     return any(row[1] == "00000000" for row in rows if len(row) > 1) or any(
         row[0] == "0" * 32 and row[1] == "00" and row[-1] != "lo" for row in six if len(row) > 1
     )
@@ -214,9 +217,9 @@ def _has_default_route(root: Path) -> bool:
 def _numa(root: Path) -> list[Numa]:
     found = []
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        match = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo"))
+        match = re.search(r"MemTotal:\s+(\d+) kB", text_of(folder / "meminfo"))
         memory = int(match[1]) * 1024 if match else 0
-        found.append(Numa(number=int(folder.name[4:]), cpus=_text(folder / "cpulist"), memory=memory))
+        found.append(Numa(number=int(folder.name[4:]), cpus=text_of(folder / "cpulist"), memory=memory))
     return found
 
 
@@ -230,8 +233,8 @@ def network_ports(root: Path) -> list[Port]:
     }
     found = []
     for folder in sorted((root / "sys/class/net").glob("*")):
-        speed = _number(folder / "speed")
-        is_up = _text(folder / "operstate") in ("up", "unknown")
+        speed = number_of(folder / "speed")
+        is_up = text_of(folder / "operstate") in ("up", "unknown")
         if folder.name == "lo" or not (folder / "operstate").exists():
             continue
         found.append(
@@ -246,14 +249,14 @@ def network_ports(root: Path) -> list[Port]:
         )
     for folder in sorted((root / "sys/class/infiniband").glob("*")):
         for port in sorted((folder / "ports").glob("*")):
-            rate = re.match(r"([\d.]+) Gb/sec", _text(port / "rate"))
+            rate = re.match(r"([\d.]+) Gb/sec", text_of(port / "rate"))
             found.append(
                 Port(
                     name=folder.name,
                     address="",
                     numa=numa_of(folder / "device"),
                     gbit=float(rate[1]) if rate else None,
-                    is_up="ACTIVE" in _text(port / "state"),
+                    is_up="ACTIVE" in text_of(port / "state"),
                     is_infiniband=True,
                 )
             )

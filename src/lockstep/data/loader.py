@@ -99,6 +99,11 @@ class Loader:
     """Whether it was iterated to its end."""
 
     @property
+    def workers(self) -> int:
+        """How many processes read ahead; a stream is read by one at most."""
+        return min(1, self.reading.workers) if isinstance(self.dataset, IterableDataset) else self.reading.workers
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """Steps of one epoch; None for a stream, whose length shows at its end."""
         return None if isinstance(self.dataset, IterableDataset) else self.order.steps_per_epoch
@@ -146,7 +151,7 @@ class Loader:
         loader = DataLoader(
             stream,
             batch_size=None,
-            num_workers=min(1, self.reading.workers),
+            num_workers=self.workers,
             prefetch_factor=self.reading.prefetch if self.reading.workers else None,
             multiprocessing_context="fork" if self.reading.workers else None,
             collate_fn=_same,

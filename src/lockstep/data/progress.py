@@ -37,6 +37,11 @@ class Progress:
         """Whether all loaders were read to their end."""
         return all(loader.is_read for loader in self.loaders.values())
 
+    @property
+    def workers(self) -> int:
+        """How many processes read ahead for all loaders."""
+        return sum(loader.workers for loader in self.loaders.values())
+
     def add(self, loader: Loader) -> None:
         """A loader was made."""
         self.loaders[loader.name] = loader

@@ -63,7 +63,11 @@ def too_many_threads(summary: Summary) -> Found | None:
     for host in summary.hosts:
         ranks = [rank for rank in summary.ranks if rank.host == host.host]
         threads = [rank.threads for rank in ranks if rank.threads is not None]
-        if not threads or host.cores < 1 or host.cpu is None or host.cpu < BUSY_HOST:
+        if not threads or host.cores < 1:
+            continue
+        # All of the host's cores may be busy with others, or those that the run may use with its ranks.
+        busy = min(1.0, max(host.cpu or 0.0, sum(rank.cores or 0.0 for rank in ranks) / host.cores))
+        if busy < BUSY_HOST:
             continue
         workers = sum(rank.workers or 0 for rank in ranks)
         crowd = (sum(threads) + workers) / host.cores
@@ -76,7 +80,7 @@ def too_many_threads(summary: Summary) -> Found | None:
             evidence = (
                 f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} with {_range(threads)} threads each and {workers} "
                 f"data workers want {sum(threads) + workers} cores; {host.host} has {host.cores}, "
-                f"{percent(host.cpu)} busy."
+                f"{percent(busy)} busy."
             )
             worst = (crowd, text + ".", evidence)
     if worst is None or not step_of(summary):
@@ -121,7 +125,7 @@ def small_micro_batch(summary: Summary) -> Found | None:
     fix = 'a larger micro_batch, or compile = "blocks", keeps them busier'
     if summary.micro_batch is not None and summary.global_batch is not None and layout is not None:
         share = summary.global_batch // layout.data_size
-        times = min(share // summary.micro_batch, int(0.8 / max(filled)))
+        times = min(share // summary.micro_batch, int(0.8 / max(0.01, *filled)))
         if share <= summary.micro_batch:
             fix = 'compile = "blocks", a larger global_batch or fewer GPUs keep them busier'
         elif times > 1:

@@ -12,8 +12,8 @@ from lockstep.planner.scale import daly
 
 Found = tuple[float, Advice]
 
-LOOP = 2
-"""So many attempts in a row that fail alike and win no step are a loop, and no accident."""
+LOOP = 3
+"""So many attempts in a row that fail alike, and win no step after the first, are a loop wherever they end."""
 MOST_REPEATED = 0.05
 """The share of the time in which the run was not stopped that may be work done again."""
 MOST_STALLS = 0.05
@@ -41,21 +41,24 @@ def restart_loop(summary: Summary) -> Found | None:
 
     Where the run ended so, nothing else matters before it: what it wins is without limit.
     """
-    streak = _longest_loop(summary.attempts)
-    if len(streak) < LOOP:
+    loop = _loop(summary.attempts)
+    if not loop:
         return None
-    first, last = streak[0].number, streak[-1].number
-    numbers = f"{first} and {last}" if len(streak) == 2 else f"{first} to {last}"
-    because = streak[-1].why.strip().split("\n")[0].rstrip(".") or "the log does not say which"
+    first, last = loop[0].number, loop[-1].number
+    numbers = f"{first} and {last}" if len(loop) == 2 else f"{first} to {last}"
+    because = loop[-1].why.strip().split("\n")[0].rstrip(".") or "the log does not say which"
     text = (
-        f"Attempts {numbers} failed alike and won no step, so that restarting does not help: "
-        f"repair the cause before the next start ({because})."
+        f"Attempts {numbers} failed alike and none got further than the first of them, so that restarting does not "
+        f"help: repair the cause before the next start ({because})."
     )
-    lost = sum(attempt.end - attempt.begin for attempt in streak)
-    reached = max((one.last_step for one in summary.attempts if one.last_step is not None), default=0)
-    evidence = f"{len(streak)} attempts of {len(summary.attempts)}, {duration_text(lost)} in all; none got beyond "
-    evidence += f"step {reached}." if reached else "the first step."
-    ended_so = streak[-1] is summary.attempts[-1] and summary.state in ("failed", "lost")
+    lost = sum(attempt.end - attempt.begin for attempt in loop[1:])
+    reached = max((one.last_step for one in loop if one.last_step is not None), default=0)
+    where = f"step {reached}" if reached else "the start"
+    evidence = (
+        f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {where}, and all after the first, "
+        f"{duration_text(lost)}, were for nothing."
+    )
+    ended_so = loop[-1] is summary.attempts[-1] and summary.state in ("failed", "lost")
     return math.inf if ended_so else lost, Advice(text, evidence, "events")
 
 
@@ -64,7 +67,7 @@ def repeated_work(summary: Summary) -> Found | None:
     spent = summary.spent
     running = spent.whole - spent.stopped
     failures = sum(attempt.state in ("failed", "lost") for attempt in summary.attempts)
-    if not failures or spent.repeated < MOST_REPEATED * running or len(_longest_loop(summary.attempts)) >= LOOP:
+    if not failures or spent.repeated <= MOST_REPEATED * running or _loop(summary.attempts):
         return None
     evidence = (
         f"{duration_text(spent.repeated)} of {duration_text(running)} ({percent(spent.repeated / running)}) were steps "
@@ -91,7 +94,7 @@ def checkpoint_stalls(summary: Summary) -> Found | None:
     """The training stands still while it saves."""
     spent = summary.spent
     training = spent.whole - spent.stopped - spent.starting
-    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints < MOST_STALLS * training:
+    if summary.checkpoints < LEAST_CHECKPOINTS or spent.checkpoints <= MOST_STALLS * training:
         return None
     stall = spent.checkpoints / summary.checkpoints
     text = (
@@ -154,12 +157,12 @@ def much_validation(summary: Summary) -> Found | None:
 
 def lost_steps(summary: Summary) -> Found | None:
     """Loss or gradients are not finite: steps are skipped, or all that follows is lost."""
-    if summary.loss is not None and not math.isfinite(summary.loss):
+    if summary.steps and (summary.loss is None or not math.isfinite(summary.loss)):
         text = (
             "The loss is not finite, so that nothing is learnt any more: go on from an earlier checkpoint with a "
             "smaller optimizer.lr, or clip gradients."
         )
-        return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is {summary.loss}.", "training")
+        return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is no finite number.", "training")
     skipped = summary.skipped_steps
     if skipped < max(LEAST_LOST_STEPS, MOST_LOST_STEPS * summary.steps) or summary.step_seconds is None:
         return None
@@ -187,20 +190,24 @@ def much_padding(summary: Summary) -> Found | None:
     return share * summary.spent.useful, Advice(text, evidence, "training")
 
 
-def _longest_loop(attempts: list[AttemptSummary]) -> list[AttemptSummary]:
-    """The most attempts in a row that failed with one sentence, numbers aside, and won no step."""
-    reached, longest, streak = 0, list[AttemptSummary](), list[AttemptSummary]()
+def _loop(attempts: list[AttemptSummary]) -> list[AttemptSummary]:
+    """The longest row of attempts that failed with one sentence, numbers aside, and won no step after the first.
+
+    Two are a loop where they ended at the same step, or the second did none: else it may be an accident.
+    """
+    reached, longest, row = 0, list[AttemptSummary](), list[AttemptSummary]()
     for attempt in attempts:
         won = (attempt.last_step or 0) > reached
         reached = max(reached, attempt.last_step or 0)
-        if attempt.state != "failed" or won:
-            streak = []
-        elif streak and _cause(streak[-1]) == _cause(attempt):
-            streak.append(attempt)
+        if attempt.state != "failed":
+            row = []
+        elif row and not won and _cause(row[-1]) == _cause(attempt):
+            row = [*row, attempt]
         else:
-            streak = [attempt]
-        if len(streak) > len(longest):
-            longest = list(streak)
+            row = [attempt]
+        is_loop = len(row) >= LOOP or (len(row) == 2 and attempt.last_step in (None, row[0].last_step))
+        if is_loop and len(row) > len(longest):
+            longest = row
     return longest
 
 
@@ -211,5 +218,7 @@ def _cause(attempt: AttemptSummary) -> str:
 def _every(seconds: float, summary: Summary) -> str:
     """How often to save, as the config says it."""
     if seconds >= 60 or not summary.step_seconds:
-        return f'as with save_every = "{max(1, round(seconds / 60))} minutes"'
-    return f'as with save_every = "{max(1, math.ceil(seconds / summary.step_seconds))} steps"'
+        count, unit = max(1, round(seconds / 60)), "minute"
+    else:
+        count, unit = max(1, math.ceil(seconds / summary.step_seconds)), "step"
+    return f'as with save_every = "{count} {unit}{"s" if count > 1 else ""}"'

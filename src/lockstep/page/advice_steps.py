@@ -186,6 +186,8 @@ def _of_the_steps(summary: Summary, seconds: float, text: str, what: str, sectio
 def _talk_less(summary: Summary) -> str:
     """What to try for less communication, by the axis that talks most."""
     layout = layout_of(summary)
+    if summary.device == "cpu" and summary.nodes == 1:
+        return f"fewer ranks than {summary.world_size}, with more threads each, wait less on the CPUs of one node"
     if layout is None:
         return "try a layout that sends less"
     per_node = max(1, summary.world_size // max(1, summary.nodes))

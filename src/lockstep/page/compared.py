@@ -27,5 +27,5 @@ def comparison_page(comparison: Comparison, made: float) -> Page:
     failures = [f"{row.contender.name}: {row.failure}" for row in comparison.rows if row.failure]
     if said := [*failures, *comparison.remarks]:
         panels.append(Text("remarks", "What has to be said", "\n".join(said)))
-    section = Section("comparison", comparison.title, panels)
+    section = Section("comparison", "Side by side", panels)
     return Page(comparison.title, made, __version__, runs=[], comparison=[section])

@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, Callable[[Summary], str]] = {
     "a step": lambda run: _known(run.step_seconds, seconds_text),
     "throughput": lambda run: _known(run.items_per_second, lambda rate: f"{count_text(rate)} {run.item}/s"),
 }
-MORE_COLUMNS: Mapping[str, Callable[[Summary], str]] = {
+COSTS: Mapping[str, Callable[[Summary], str]] = {
     "goodput": lambda run: _known(run.spent.goodput, _percent),
     "MFU": lambda run: _known(run.mfu, _percent),
     "loss": lambda run: _known(run.loss, lambda loss: f"{loss:.4g}"),
@@ -69,7 +69,7 @@ class Group:
     def efficiency(self, run: Summary) -> float | None:
         """The speed-up over how many times as many ranks there are."""
         speed_up = self.speed_up(run)
-        if speed_up is None or self.base is None:
+        if speed_up is None or self.base is None or not run.world_size:
             return None
         return speed_up * self.base.world_size / run.world_size
 
@@ -84,7 +84,7 @@ def compare_runs(summaries: Sequence[Summary]) -> list[Section]:
         for number, group in enumerate(groups, start=1)
         if group.base is not None and len({run.world_size for run in group.runs}) > 1
     ]
-    return [Section("comparison", "Side by side", [_scaling(groups), *charts, _differences(summaries)])]
+    return [Section("comparison", "Side by side", [_scaling(groups), *charts, _costs(groups), _differences(summaries)])]
 
 
 def group_runs(summaries: Sequence[Summary]) -> list[Group]:
@@ -95,7 +95,7 @@ def group_runs(summaries: Sequence[Summary]) -> list[Group]:
     groups = []
     for runs in found.values():
         ordered = sorted(runs, key=lambda run: run.world_size)
-        groups.append(Group(ordered, next((run for run in ordered if run.items_per_second), None)))
+        groups.append(Group(ordered, next((run for run in ordered if run.items_per_second and run.world_size), None)))
     return groups
 
 
@@ -129,14 +129,19 @@ def _scaling(groups: Sequence[Group]) -> Table:
             *(text(run) for text in COLUMNS.values()),
             _known(group.speed_up(run), lambda value: f"{value:.2f}"),
             _known(group.efficiency(run), _percent),
-            *(text(run) for text in MORE_COLUMNS.values()),
         ]
         for group in groups
         for run in group.runs
     ]
-    columns = ["run", *COLUMNS, "speed-up", "efficiency", *MORE_COLUMNS]
+    columns = ["run", *COLUMNS, "speed-up", "efficiency"]
     right = [column not in ("run", "layout") for column in columns]
     return Table("scaling", "Scaling", columns, rows, right, " ".join(_remarks(groups)))
+
+
+def _costs(groups: Sequence[Group]) -> Table:
+    rows = [[run.name, *(text(run) for text in COSTS.values())] for group in groups for run in group.runs]
+    note = "Goodput is the share of the time in steps whose result was kept; memory is that of the fullest rank."
+    return Table("costs", "What it took", ["run", *COSTS], rows, [False, *[True] * len(COSTS)], note)
 
 
 def _remarks(groups: Sequence[Group]) -> list[str]:

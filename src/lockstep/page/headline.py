@@ -27,6 +27,8 @@ def headline(summary: Summary) -> Headline:
 
 def devices_text(summary: Summary) -> str:
     """What a run had, in words: "4 GPUs (NVIDIA H200) of 1 node"."""
+    if not summary.world_size:
+        return "the log does not say where it ran"
     nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
     if summary.device == "cpu":
         return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
@@ -38,8 +40,10 @@ def devices_text(summary: Summary) -> str:
 
 
 def _subtitle(summary: Summary) -> str:
-    parameters = f"{count_text(summary.parameters)} parameters"
-    return f"{devices_text(summary)}, layout {summary.layout}, {parameters}, {summary.precision}"
+    where = devices_text(summary)
+    if not summary.world_size:
+        return where
+    return f"{where}, layout {summary.layout}, {count_text(summary.parameters)} parameters, {summary.precision}"
 
 
 def _verdict(summary: Summary) -> str:
@@ -105,7 +109,7 @@ def _facts(summary: Summary) -> list[Fact]:
 
 
 def _goodput(summary: Summary) -> Fact:
-    means = "the share of the time in steps whose result was kept: no starting, repeating, saving, validating, waiting"
+    means = "the share of the time in steps whose result was kept: without starting, repeating, saving and validating"
     share = summary.spent.goodput
     if share is None:
         return Fact("Goodput", UNKNOWN, "no time has passed yet")
@@ -130,23 +134,25 @@ def _hours(summary: Summary) -> Fact:
     idle = sum(not gpu.ranks for gpu in summary.gpus)
     if idle and not is_cpu:
         note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
-    return Fact(label, _number(summary.device_hours), note)
+    return Fact(label, f"{summary.device_hours:.3g}", note)
 
 
 def _energy(summary: Summary) -> Fact:
     if summary.kwh is None:
         return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
-    return Fact("Energy", f"{_number(summary.kwh)} kWh", summary.kwh_reason)
+    note = "CPUs and GPUs, as they count it themselves; without the rest of the nodes and their cooling"
+    return Fact("Energy", f"{summary.kwh:.3g} kWh", "; ".join(filter(None, (note, summary.kwh_reason))))
 
 
 def _mfu(summary: Summary) -> Fact:
     means = "model FLOPs per second over the stated peak; recomputation not counted"
-    if summary.mfu is None:
+    rate, peak, mfu = summary.flops_per_second, summary.peak_flops, summary.mfu
+    if rate is not None and peak:
+        means += f": {_flops(rate)} of {_flops(peak)}" + (f" ({summary.peak_source})" if summary.peak_source else "")
+        mfu = rate / peak if mfu is None and rate > peak else mfu
+    if mfu is None:
         return Fact("MFU", UNKNOWN, summary.mfu_reason or "the model's FLOPs were not counted")
-    if summary.flops_per_second is not None and summary.peak_flops is not None:
-        of = f"{_flops(summary.flops_per_second)} of {_flops(summary.peak_flops)}"
-        means += f": {of}" + (f" ({summary.peak_source})" if summary.peak_source else "")
-    return _share("MFU", summary.mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
+    return _share("MFU", mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
 
 
 def _share(label: str, share: float, note: str, level: Level) -> Fact:
@@ -166,16 +172,17 @@ def _throughput(summary: Summary) -> Fact:
 def _items(summary: Summary) -> Fact:
     real = summary.items - summary.padding
     padding = f"{count_text(summary.padding)} more were padding" if summary.padding else "none were padding"
-    trained = f"the loss was divided by {count_text(summary.trained)} in all"
+    trained = f"{count_text(summary.trained)} were trained on: what the losses were divided by"
     return Fact(summary.item.capitalize(), f"{count_text(real)} real", f"{padding}; {trained}")
 
 
 def _losses(summary: Summary) -> list[Fact]:
     last = Fact("Loss", UNKNOWN, "no step is done yet")
-    if summary.loss is not None:
-        broken = not math.isfinite(summary.loss)
-        level: Level = "error" if broken else "info"
-        last = Fact("Loss", _number(summary.loss), f"training loss of step {summary.steps}", level)
+    if summary.steps:
+        note = f"training loss of step {summary.steps}"
+        last = Fact("Loss", "not finite", note, "error")
+        if summary.loss is not None and math.isfinite(summary.loss):
+            last = Fact("Loss", _number(summary.loss), note)
     best = Fact("Best validation", UNKNOWN, "nothing was validated")
     if summary.best_loss is not None:
         at = f"loss after step {summary.best_step}" if summary.best_step is not None else "loss"

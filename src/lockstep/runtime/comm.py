@@ -217,7 +217,7 @@ class Comm:
         padded[: len(text)] = text
         rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(rows, padded, group=self._control)
-        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def agree(self, work: Callable[[], None]) -> None:
         """Do something that may be refused on some ranks alone: then all ranks refuse it. Not for collectives."""

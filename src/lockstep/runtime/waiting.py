@@ -1,5 +1,7 @@
 """Where the time of this rank's steps goes: waiting for samples, waiting in collectives, and the rest.
 
+Of the rest two parts are told apart: the optimizer, and the script's own code between two steps.
+
 All ranks of a training take equally long over a step, because they wait for each other in it. Only the time that a rank
 does not wait tells which one is slow: it is the one that waits least.
 """
@@ -20,7 +22,10 @@ import torch.distributed as dist
 from lockstep.runtime.seeds import in_backward
 
 Stall = Literal["input", "wait"]
-Pair = tuple[Stall, torch.cuda.Event, torch.cuda.Event]
+Work = Literal["optimizer", "between"]
+Moment = float | torch.cuda.Event
+Pair = tuple[Stall | Work, Work | None, torch.cuda.Event, torch.cuda.Event]
+"""What began and ended at two events, and the work that stood still for it, where it is a stall."""
 
 STEPS_BEFORE_FIRST_REPORT = 5
 SECONDS_BETWEEN_REPORTS = 5.0
@@ -47,15 +52,15 @@ class Spent:
     """What this rank computed."""
     optimizer: float = 0.0
     between: float = 0.0
-    """The script's own code between two steps."""
+    """The script's own code between two steps. Both without what they stood still for."""
 
 
 class StepClock:
     """Measures the steps of one rank, from the end of one to the end of the next.
 
-    On a CPU the host's clock is read around every stall. On a GPU the host runs ahead: there a pair of events is laid
-    around it on the stream that computes. The time between the two is what the stream stood still, however long the
-    host took, and it is read once the GPU has passed both.
+    On a CPU the host's clock is read around every part. On a GPU the host runs ahead: there a pair of events is laid
+    around it on the stream that computes. The time between the two is what the stream stood still or worked, however
+    long the host took, and it is read once the GPU has passed both.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
@@ -63,8 +68,10 @@ class StepClock:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._main = threading.get_ident()
         self._undo: list[tuple[Any, str, Any]] = []
-        self._stalls: dict[Stall, float] = {"input": 0.0, "wait": 0.0}  # of the step that runs
+        self._parts = _nothing()  # of the step that runs
         self._is_stalled = False
+        self._working: Work | None = None
+        self._left_engine: Moment | None = None  # when the script's code between two steps began, while it runs
         self._spare: list[torch.cuda.Event] = []
         self._open: list[Pair] = []
         self._passed: deque[Pair] = deque()
@@ -76,7 +83,7 @@ class StepClock:
     def _clear(self) -> None:
         self.steps = self._samples = 0
         self._seconds = 0.0
-        self._sums: dict[Stall, float] = {"input": 0.0, "wait": 0.0}
+        self._sums = _nothing()
 
     def listen(self) -> None:
         """From now on notice when this rank waits for others."""
@@ -118,17 +125,46 @@ class StepClock:
         if self._is_stalled:  # a dataset that talks to other ranks, or nothing is measured
             yield
             return
+        if kind == "input":
+            self._loader_is_asked()
         self._is_stalled = True
         try:
-            before = time.perf_counter() if self._stream is None else self._event()
+            before = self._now()
             yield
-            # Not after an error: a GPU that has failed would raise another one, and hide it.
-            if isinstance(before, float):
-                self._stalls[kind] += time.perf_counter() - before
-            else:
-                self._open.append((kind, before, self._event()))
+            self._add(kind, before)  # not after an error: a GPU that has failed would raise another one, and hide it
         finally:
             self._is_stalled = False
+
+    @contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Inside the gradients are clipped, or the weights updated."""
+        before, self._working = self._now(), "optimizer"
+        try:
+            yield
+            self._working = None
+            self._add("optimizer", before)
+        finally:
+            self._working = None
+
+    def _loader_is_asked(self) -> None:
+        """The script's own code after a step ends here."""
+        if self._left_engine is None:
+            return
+        # All that this step has stood still so far was in that code.
+        self._open = [(part, "between", before, after) for part, _, before, after in self._open]
+        self._add("between", self._left_engine)
+        self._parts["between"] -= self._parts["wait"]
+        self._left_engine = None
+
+    def _add(self, part: Stall | Work, before: Moment) -> None:
+        """A part of the step ends now. What stands still while it works did not work."""
+        if isinstance(before, float):
+            seconds = time.perf_counter() - before
+            self._parts[part] += seconds
+            if self._working is not None:
+                self._parts[self._working] -= seconds
+        else:
+            self._open.append((part, self._working, before, self._event()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -136,9 +172,15 @@ class StepClock:
         self._is_stalled = True
         try:
             yield
+        except BaseException:
+            self._left_engine = None  # no more events for a GPU that may have failed: they would hide why
+            raise
         finally:
             self._is_stalled = False
             self.start()
+
+    def _now(self) -> Moment:
+        return time.perf_counter() if self._stream is None else self._event()
 
     def _event(self) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
@@ -147,9 +189,11 @@ class StepClock:
 
     def start(self) -> None:
         """What was done since the last step is not part of the next one."""
-        self._stalls = {"input": 0.0, "wait": 0.0}
+        self._parts = _nothing()
         self._give_back(self._open)
         self._open = []
+        if self._left_engine is not None:
+            self._left_engine = self._now()
         self._began = time.perf_counter()
 
     def step_done(self, samples: int) -> float:
@@ -164,29 +208,33 @@ class StepClock:
         self.steps += 1
         self._samples += samples
         self._seconds += seconds
-        for kind, stalled in self._stalls.items():
-            self._sums[kind] += stalled
+        for part, took in self._parts.items():
+            self._sums[part] += took
         self._passed.extend(self._open)
         self._read(wait=False)
         self._open = []
-        self._stalls = {"input": 0.0, "wait": 0.0}
+        self._parts = _nothing()
+        self._left_engine = self._now()
         self._began = now
         return seconds
 
     def _read(self, wait: bool) -> None:
         """Add up what the GPU has passed by now; with `wait`, everything."""
         while self._passed:
-            kind, before, after = self._passed[0]
+            part, working, before, after = pair = self._passed[0]
             if wait:
                 after.synchronize()
             elif not after.query():
                 return
             self._passed.popleft()
-            self._sums[kind] += before.elapsed_time(after) / 1000
-            self._give_back([(kind, before, after)])
+            seconds = before.elapsed_time(after) / 1000
+            self._sums[part] += seconds
+            if working is not None:
+                self._sums[working] -= seconds
+            self._give_back([pair])
 
     def _give_back(self, pairs: Iterable[Pair]) -> None:
-        for _, before, after in pairs:
+        for _, _, before, after in pairs:
             if len(self._spare) < MOST_SPARE_EVENTS:
                 self._spare += (before, after)
 
@@ -200,7 +248,12 @@ class StepClock:
     def take(self, *, last: bool) -> Spent:
         """What was measured since this was asked before; the `last` time the GPU is waited for."""
         self._read(wait=last)
-        spent = Spent(self.steps, self._seconds, self._sums["input"], self._sums["wait"], self._samples)
+        sums = {part: max(0.0, seconds) for part, seconds in self._sums.items()}
+        spent = Spent(steps=self.steps, seconds=self._seconds, samples=self._samples, **sums)
         self._is_reported, self._last_report = True, time.perf_counter()
         self._clear()
         return spent
+
+
+def _nothing() -> dict[Stall | Work, float]:
+    return {"input": 0.0, "wait": 0.0, "optimizer": 0.0, "between": 0.0}
