@@ -181,7 +181,7 @@ def test_many_at_once_get_the_same_page_that_was_built_once(monkeypatch: pytest.
 
 def test_a_page_is_built_again_after_a_second_and_later_where_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    built = []
+    built: list[float] = []
 
     def build() -> Page:
         clock[0] += 0.1 if len(built) < 2 else 3.0
