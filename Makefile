@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The tools that the benchmarks compare with: and W&B and MLflow: about 200 MB, for `make bench` and the slow tests alone.
+# The tools that the benchmarks compare with, W&B and MLflow: about 250 MB, for `make bench` and the slow tests alone.
 peers: $(PEERS)
 
 $(PEERS): $(READY)

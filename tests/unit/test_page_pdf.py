@@ -160,6 +160,15 @@ def test_a_text_is_cut_to_its_room_and_says_so(paper: Paper) -> None:
     assert paper.get_string_width(cut) <= 20
 
 
+def test_a_heat_map_of_one_value_is_a_sentence_and_no_block_of_ink() -> None:
+    def height_of(values: list[list[p.Number]]) -> float:
+        paper = Paper("one", "foot", START)
+        draw_panel(paper, p.Heat("a", "A", "step", [1.0, 2.0], ["r0", "r1"], [p.Layer("l", "s", values)]))
+        return paper.get_y()
+
+    assert height_of([[0.5, 0.5], [0.5, None]]) + 5 < height_of([[0.5, 0.5], [0.5, 0.6]])
+
+
 def test_values_are_written_with_their_unit() -> None:
     texts = [
         value_text(*one)

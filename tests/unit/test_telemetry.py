@@ -19,7 +19,7 @@ import torch
 
 from lockstep.events import validate
 from lockstep.runtime.place import place_of
-from lockstep.runtime.sensors import GpuSensors, Rapl, Sensors, descendants
+from lockstep.runtime.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
 from lockstep.runtime.telemetry import HostSampler, Telemetry, machine_event, processor_seconds
 
 GB = 10**9
@@ -150,9 +150,9 @@ def test_network_and_disks_are_hardware_each_byte_once(tmp_path: Path, monkeypat
     disk = SimpleNamespace(read_bytes=30, write_bytes=40)
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: dict.fromkeys(("lo", "bond0", "eth0", "ib0"), card))
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: dict.fromkeys(("nvme0n1", "nvme0n1p1", "dm-0"), disk))
-    reading = Sensors(root=tmp_path).read(0.0)
-    assert (reading.sent, reading.received) == (1000 + 4 * 25, 2000 + 4 * 50), "a port counts words of four bytes"
-    assert (reading.read, reading.written) == (30, 40)
+    counts = Sensors(root=tmp_path).count(0.0)
+    assert (counts.sent, counts.received) == (1000 + 4 * 25, 2000 + 4 * 50), "a port counts words of four bytes"
+    assert (counts.read, counts.written) == (30, 40)
 
 
 class PlantedHost:
@@ -164,39 +164,31 @@ class PlantedHost:
         self.gpus = GpuSensors(self.driver)
         self.closed = False
 
-    def read(self, _: float) -> Any:
-        gpus = self.gpus.read(self.at)
-        return SimpleNamespace(
-            at=self.at,
-            cpu_busy=6 * self.at,  # of eight cores
-            cpu_whole=8 * self.at,
-            memory=int((10 + self.at) * GB),
-            memory_total=64 * GB,
-            sent=int(1000 * self.at),
-            received=int(2000 * self.at),
-            read=0,
-            written=int(123_456 * self.at),
-            cpu_joules=90.0 * self.at,
-            gpus=gpus,
-        )
+    def count(self, _: float) -> Counts:
+        busy, whole = 6 * self.at, 8 * self.at  # of eight cores
+        return Counts(self.at, busy, whole, int(1000 * self.at), int(2000 * self.at), 0, int(123_456 * self.at))
+
+    def look(self, _: float) -> Look:
+        return Look(self.at, int((10 + self.at) * GB), 64 * GB, 90.0 * self.at, self.gpus.read(self.at))
 
     def close(self) -> None:
         self.closed = True
 
 
 def host_after(*moments: tuple[float, int]) -> dict[str, Any]:
-    """What a sampler tells after looks at these times, at a GPU that was so busy."""
+    """What a sampler tells since the first of these times, after a look at each of a GPU that was so busy."""
     host = PlantedHost()
     sampler = HostSampler(host)  # type: ignore[arg-type]
+    sampler.take()
     for host.at, host.driver.busy in moments:
-        sampler._sample()
+        sampler.look()
     told = sampler.take()
     assert told is not None
     return told
 
 
 def test_a_host_is_told_as_means_and_rates_and_the_most_memory() -> None:
-    told = host_after((0.0, 0), (1.0, 90), (4.0, 60))
+    told = host_after((1.0, 90), (4.0, 60))
     assert told["cpu"] == 0.75
     assert (told["sent"], told["received"], told["read"]) == (1000.0, 2000.0, 0.0)
     assert told["written"] == 123500.0, "four digits are enough"
@@ -204,7 +196,7 @@ def test_a_host_is_told_as_means_and_rates_and_the_most_memory() -> None:
     assert told["watts"] == 90.0
     assert told["joules"] == 4 * (90 + 300 + 100), "of the CPUs and both GPUs"
     new, old = told["gpus"]
-    assert (new["busy"], new["watts"], new["celsius"], new["memory"]) == (0.5, 300.0, 60.0, GB)
+    assert (new["busy"], new["watts"], new["celsius"], new["memory"]) == (0.75, 300.0, 60.0, GB)
     assert (old["busy"], old["watts"]) == (None, 100.0)
 
 
@@ -212,27 +204,27 @@ def test_a_second_question_is_about_the_time_since_the_first() -> None:
     host = PlantedHost()
     sampler = HostSampler(host)  # type: ignore[arg-type]
     for host.at in (0.0, 1.0, 2.0):
-        sampler._sample()
+        sampler.look()
     sampler.take()
     host.at, host.driver.busy = 3.0, 80
     told = sampler.take()
     assert told is not None, "nobody has looked since: it is done now"
-    assert told["gpus"][0]["busy"] == 0.8
+    assert (told["gpus"][0]["busy"], told["sent"], told["watts"]) == (0.8, 1000.0, 90.0)
     assert told["joules"] == 3 * (90 + 300 + 100), "but energy counts from the beginning"
 
 
 def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_SAMPLES", 0.01)
+    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_LOOKS", 0.01)
     host = PlantedHost()
     looks = []
 
-    def read(now: float) -> Any:
+    def look(now: float) -> Look:
         looks.append(now)
         if len(looks) < 3:
             raise RuntimeError("a sensor that nobody has heard of")
-        return PlantedHost.read(host, now)
+        return PlantedHost.look(host, now)
 
-    host.read = read  # type: ignore[assignment, method-assign]
+    host.look = look  # type: ignore[assignment, method-assign]
     sampler = HostSampler(host)  # type: ignore[arg-type]
     assert sampler.take() is None, "there is nothing to tell"
     sampler.start()
@@ -253,7 +245,7 @@ def told_by(node: int, *, gpu: list[str] | None = None, cores: int = 0b11, host:
 
 
 def host_told(**more: Any) -> dict[str, Any]:
-    return {**host_after((0.0, 0), (1.0, 90)), "quota": None, **more}
+    return {**host_after((1.0, 90)), "quota": None, **more}
 
 
 def test_ranks_are_put_to_gpus_by_uuid_or_bus_and_hosts_in_the_order_of_nodes() -> None:
@@ -339,7 +331,7 @@ def test_the_driver_is_asked_only_where_a_gpu_is_used(monkeypatch: pytest.Monkey
 
 
 def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_SAMPLES", 0.0001)
+    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_LOOKS", 0.0001)
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
     telemetry.start()
     for _ in range(20):

@@ -43,20 +43,28 @@ class GpuReading:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A host at one moment. What is counted counts from anywhere: only differences mean something."""
+class Counts:
+    """What a host counts by itself, from anywhere: only differences mean something."""
 
     at: float
     """Of a clock that does not jump."""
     cpu_busy: float
     cpu_whole: float
-    memory: int
-    memory_total: int
     sent: int
     received: int
     read: int
     written: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """What has to be looked at now and then, because nobody counts it, or a counter begins again."""
+
+    at: float
+    memory: int
+    memory_total: int
     cpu_joules: float | None
+    """Since the first look."""
     gpus: list[GpuReading]
 
 
@@ -71,30 +79,30 @@ class Sensors:
         self._cpus = Rapl(root)
         self._gpus = GpuSensors(nvml)
 
-    def read(self, now: float) -> Reading:
-        """The host at this moment, `now` of a clock that does not jump."""
+    def count(self, now: float) -> Counts:
+        """The counters, at `now` of a clock that does not jump."""
         times = psutil.cpu_times()
         # Linux counts the time of virtual machines twice: as guest, and as user or nice.
         whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        memory_total, memory_free = memory_here(self._root)
         # Not made monotonic by psutil: it holds a lock for that, which a forked data worker would find taken.
         interfaces = psutil.net_io_counters(pernic=True, nowrap=False) or {}
         disks = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
         used = [interfaces[name] for name in self._interfaces if name in interfaces]
         plates = [disks[name] for name in self._disks if name in disks]
-        return Reading(
+        return Counts(
             at=now,
             cpu_busy=whole - times.idle - getattr(times, "iowait", 0.0),
             cpu_whole=whole,
-            memory=memory_total - memory_free,
-            memory_total=memory_total,
             sent=sum(one.bytes_sent for one in used) + self._over_infiniband("port_xmit_data"),
             received=sum(one.bytes_recv for one in used) + self._over_infiniband("port_rcv_data"),
             read=sum(one.read_bytes for one in plates),
             written=sum(one.write_bytes for one in plates),
-            cpu_joules=self._cpus.joules(),
-            gpus=self._gpus.read(now),
         )
+
+    def look(self, now: float) -> Look:
+        """The rest. A driver may take its time for it."""
+        total, free = memory_here(self._root)
+        return Look(now, total - free, total, self._cpus.joules(), self._gpus.read(now))
 
     def _over_infiniband(self, counter: str) -> int:
         return sum(number_of(port / counter) or 0 for port in self._ports) * BYTES_OF_A_PORT_COUNT

@@ -21,9 +21,10 @@ import torch
 from lockstep.comm.machine import cpu_quota
 from lockstep.events import Event
 from lockstep.runtime.place import Place
-from lockstep.runtime.sensors import GpuReading, Reading, Sensors, descendants
+from lockstep.runtime.sensors import Counts, GpuReading, Look, Sensors, descendants
 
-SECONDS_BETWEEN_SAMPLES = 1.0
+SECONDS_BETWEEN_LOOKS = 1.0
+COUNTED = ("sent", "received", "read", "written")
 SECONDS_TO_END = 2.0
 """How long a driver that does not answer may hold up the end of a run."""
 
@@ -66,47 +67,51 @@ class Telemetry:
 
 
 class HostSampler:
-    """Reads a host about once a second, beside the training, and says what it did between two questions."""
+    """Looks at a host about once a second, beside the training, and says what it did between two questions."""
 
     def __init__(self, sensors: Sensors) -> None:
         self._sensors = sensors
         self._closing = threading.Event()
         self._one_at_a_time = threading.Lock()
         self._noting = threading.Lock()  # never held for long: the driver may take its time for an answer
-        self._first: Reading | None = None
-        """The last reading of the time before."""
-        self._last: Reading | None = None
+        self._before: Counts | None = None
+        self._looked_before: Look | None = None
+        self._last: Look | None = None
         self._seen = _Seen()
-        self._thread = threading.Thread(target=self._sample_now_and_then, name="lockstep-telemetry", daemon=True)
+        self._thread = threading.Thread(target=self._look_now_and_then, name="lockstep-telemetry", daemon=True)
 
     def start(self) -> None:
-        """From now on, in a thread. What happens in it never fails the run: a sample less is no harm."""
+        """From now on, in a thread. What happens in it never fails the run: a look less is no harm."""
         self._thread.start()
 
-    def _sample_now_and_then(self) -> None:
+    def _look_now_and_then(self) -> None:
         while True:
             with suppress(Exception):
-                self._sample()
-            if self._closing.wait(SECONDS_BETWEEN_SAMPLES):
+                self.look()
+            if self._closing.wait(SECONDS_BETWEEN_LOOKS):
                 return
 
-    def _sample(self) -> None:
+    def look(self) -> None:
+        """Look once."""
         with self._one_at_a_time:
-            reading = self._sensors.read(time.monotonic())
+            look = self._sensors.look(time.monotonic())
             with self._noting:
-                self._first = self._first or reading
-                self._last = reading
-                self._seen.add(reading)
+                self._last = look
+                self._seen.add(look)
 
     def take(self) -> dict[str, Any] | None:
         """What the host did since this was asked before, as a `machine` event has it; None where it cannot be read."""
         with suppress(Exception):
-            if self._last is self._first:  # nobody has looked since
-                self._sample()
+            if self._seen.is_empty:  # nobody has looked since
+                self.look()
+            counts = self._sensors.count(time.monotonic())
             with self._noting:
-                first, last, seen = self._first, self._last, self._seen
-                self._first, self._seen = last, _Seen()
-            return _told(first, last, seen) if first and last else None
+                before, self._before = self._before or counts, counts
+                seen, self._seen = self._seen, _Seen()
+                looked_before, self._looked_before = self._looked_before, self._last
+                last = self._last
+            assert last is not None
+            return {**_counted(before, counts), **_looked_at(looked_before or last, last, seen)}
         return None
 
     def close(self) -> None:
@@ -120,14 +125,18 @@ class HostSampler:
 
 
 class _Seen:
-    """What several readings have seen of what is not counted but looked at."""
+    """What several looks have seen."""
 
     def __init__(self) -> None:
         self._values: defaultdict[tuple[int, str], tuple[float, int, float]] = defaultdict(lambda: (0.0, 0, 0.0))
 
-    def add(self, reading: Reading) -> None:
-        self._add(-1, "memory", reading.memory)
-        for gpu in reading.gpus:
+    @property
+    def is_empty(self) -> bool:
+        return not self._values
+
+    def add(self, look: Look) -> None:
+        self._add(-1, "memory", look.memory)
+        for gpu in look.gpus:
             for name in ("busy", "memory", "watts", "celsius"):
                 self._add(gpu.index, name, getattr(gpu, name))
 
@@ -145,25 +154,32 @@ class _Seen:
         return _bytes(most) if count else None
 
 
-def _told(first: Reading, last: Reading, seen: _Seen) -> dict[str, Any]:
-    """What a host did between two readings."""
-    seconds, whole = last.at - first.at, last.cpu_whole - first.cpu_whole
-
-    def a_second(name: str) -> float:
-        # A counter that was reset, with its device, has counted nothing that is known.
-        return _short(max(0, getattr(last, name) - getattr(first, name)) / seconds) if seconds > 0 else 0.0
-
-    measured = [joules for joules in (last.cpu_joules, *(gpu.joules for gpu in last.gpus)) if joules is not None]
+def _counted(before: Counts, now: Counts) -> dict[str, Any]:
+    """What a host has counted between two moments."""
+    busy, whole = now.cpu_busy - before.cpu_busy, now.cpu_whole - before.cpu_whole
     return {
-        "cpu": _short(min(1.0, max(0.0, last.cpu_busy - first.cpu_busy) / whole)) if whole > 0 else None,
+        "cpu": _short(min(1.0, max(0.0, busy / whole))) if whole > 0 else None,
+        **{name: _rate(getattr(before, name), getattr(now, name), now.at - before.at) for name in COUNTED},
+        "quota": cpu_quota(Path("/")),
+    }
+
+
+def _looked_at(before: Look, last: Look, seen: _Seen) -> dict[str, Any]:
+    """What was seen of a host between two looks."""
+    joules = [joules for joules in (last.cpu_joules, *(gpu.joules for gpu in last.gpus)) if joules is not None]
+    measured = last.cpu_joules is not None and before.cpu_joules is not None
+    return {
         "memory": seen.most(-1, "memory"),
         "memory_total": _bytes(last.memory_total),
-        **{name: a_second(name) for name in ("sent", "received", "read", "written")},
-        "watts": a_second("cpu_joules") if last.cpu_joules is not None and first.cpu_joules is not None else None,
-        "joules": round(sum(measured), 1) if measured else None,
-        "quota": cpu_quota(Path("/")),
+        "watts": _rate(before.cpu_joules or 0.0, last.cpu_joules or 0.0, last.at - before.at) if measured else None,
+        "joules": round(sum(joules), 1) if joules else None,
         "gpus": [_gpu_told(gpu, seen) for gpu in last.gpus],
     }
+
+
+def _rate(before: float, now: float, seconds: float) -> float:
+    """By how much something grew in a second. A counter that was reset has counted nothing that is known."""
+    return _short(max(0.0, now - before) / seconds) if seconds > 0 else 0.0
 
 
 def _gpu_told(gpu: GpuReading, seen: _Seen) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Readers of the event log: the console and TensorBoard."""
+"""Readers of the event log: the console, what `lockstep watch` shows, TensorBoard, W&B and MLflow."""

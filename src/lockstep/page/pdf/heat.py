@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 
 from lockstep.page.panels import Heat, Layer, Number
-from lockstep.page.pdf.charts import LEFT, draw_x_axis, is_number, say_instead, x_axis
+from lockstep.page.pdf.charts import draw_x_axis, is_number, say_instead, x_axis
 from lockstep.page.pdf.paper import INK, PALE, QUIET, Paper, value_text
 
 MOST_LAYERS = 6
 MOST_COLUMNS = 240
 SHADES = 48
+MOST_LABEL = 38.0
+ALIKE = 0.01
+"""Values that differ by less than this share of the largest are one number, and no picture."""
 CIVIDIS = ((0, 34, 78), (42, 63, 109), (87, 93, 109), (124, 123, 120), (166, 157, 117), (211, 193, 100), (254, 232, 56))
 """Equally spaced colours of the map of that name, which people see alike who do not see red and green."""
 
@@ -26,7 +29,7 @@ def draw_heat(paper: Paper, panel: Heat) -> None:
 
 def heat_height(panel: Heat) -> float:
     """Of one layer, in millimetres."""
-    return min(70.0, max(8.0, 3.6 * len(panel.rows)))
+    return min(56.0, max(8.0, 3.6 * len(panel.rows)))
 
 
 def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
@@ -35,11 +38,15 @@ def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
     if not numbers or not panel.at:
         say_instead(paper, f"{layer.name}: no values yet")
         return
+    low, high = min(0.0, *numbers), max(numbers)
+    if max(numbers) - min(numbers) <= ALIKE * abs(high):
+        say_instead(paper, f"{layer.name}: {value_text(high, layer.unit)} in every row, all the time")
+        return
     height = heat_height(panel)
     paper.need(height + 14)
-    low, high = min(0.0, *numbers), max(numbers)
-    top, left = paper.get_y() + 5.0, paper.left + LEFT + 6
-    width = paper.wide - LEFT - 6
+    paper.pen(6.5, QUIET)
+    label = min(MOST_LABEL, max(paper.get_string_width(paper.clean(row[:100])) for row in panel.rows)) + 2
+    top, left, width = paper.get_y() + 5.0, paper.left + label, paper.wide - label
     paper.pen(7.5, INK, bold=True)
     paper.word(paper.left, top - 1.6, layer.name, most=70)
     _draw_scale(paper, low, high, layer.unit, top)
@@ -63,7 +70,7 @@ def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
     every = max(1, math.ceil(rows / (height / 3.2)))
     for number in range(0, rows, every):
         middle = top + height * (number + 0.5) / rows
-        paper.word(left - 1.5, middle + 0.8, panel.rows[number], "right", most=LEFT + 4)
+        paper.word(left - 1.5, middle + 0.8, panel.rows[number], "right", most=MOST_LABEL)
     axis = x_axis(panel.at)
     draw_x_axis(paper, panel.x, axis, lambda value: left + width * axis.share(value), top + height)
     paper.set_y(top + height + 7)
