@@ -28,13 +28,14 @@ from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric
 
 PER_STEP = ("step", "metric", "ranks", "machine")
-SECONDS_BETWEEN_WRITES = 0.1
+SECONDS_BETWEEN_WRITES = 0.5
+"""Ten times a second would cost each event twice as much: the processor has other things at hand every time."""
 
 
 class Journal:
     """Writes a run's events on rank 0 and drops them elsewhere.
 
-    Those of every step are written by a thread, some ten times a second: neither the disk nor a number that is still on
+    Those of every step are written by a thread, twice a second: neither the disk nor a number that is still on
     a GPU holds the next step up, and the thread does not fight it for Python's lock. All others are on disk when the
     call returns, with what came before them.
     """

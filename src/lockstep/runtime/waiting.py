@@ -131,9 +131,9 @@ class StepClock:
         """A part of the step begins; None where nothing is measured, or a dataset talks to other ranks."""
         if self._is_stalled:
             return None
-        if part == "input":
-            self._loader_is_asked()
-        now = self._now()
+        if part == "input" and self._left_engine is not None:
+            self._script_is_done(self._left_engine)
+        now = time.perf_counter() if self._stream is None else self._event()
         if part == "optimizer":
             self._working = part
         else:
@@ -149,13 +149,11 @@ class StepClock:
         if not failed:
             self._add(part, before)
 
-    def _loader_is_asked(self) -> None:
-        """The script's own code after a step ends here."""
-        if self._left_engine is None:
-            return
+    def _script_is_done(self, began: Moment) -> None:
+        """The loader is asked: the script's own code after a step ends here."""
         # All that this step has stood still so far was in that code.
         self._open = [(part, "between", before, after) for part, _, before, after in self._open]
-        self._add("between", self._left_engine)
+        self._add("between", began)
         self._parts["between"] -= self._parts["wait"]
         self._left_engine = None
 

@@ -21,12 +21,17 @@ class RecordWriter:
 
         self._file = file
         self._table: Sequence[int] = CRC_TABLE
+        self._lengths: dict[int, bytes] = {}  # the beginnings of records: there are few sizes
 
     def write(self, data: bytes) -> None:
         """Append one record."""
-        length = struct.pack("<Q", len(data))
-        sums = (struct.pack("<I", masked_checksum(part, self._table)) for part in (length, data))
-        self._file.write(b"".join((length, next(sums), data, next(sums))))
+        if (length := self._lengths.get(len(data))) is None:
+            length = self._with_checksum(struct.pack("<Q", len(data)))
+            self._lengths[len(data)] = length
+        self._file.write(length + self._with_checksum(data))
+
+    def _with_checksum(self, data: bytes) -> bytes:
+        return data + struct.pack("<I", masked_checksum(data, self._table))
 
     def flush(self) -> None:
         """Let others see what was written."""
