@@ -6,12 +6,11 @@ import atexit
 import math
 import operator
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -66,14 +65,13 @@ from lockstep.faults.emergency import on_uncaught, save_in_emergency
 from lockstep.faults.recover import Alarm, Recovery, Surroundings
 from lockstep.faults.requests import Requests
 from lockstep.faults.stop import StopConditions
-from lockstep.faults.stragglers import StragglerWatch, ranks_event
 from lockstep.faults.watchdog import Watchdog
 from lockstep.flops import UncutModel, flops_event
 from lockstep.folder import RunFolder
 from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
-from lockstep.memory import largest_micro_batch, peak_bytes, rank_memory
+from lockstep.memory import largest_micro_batch, rank_memory
 from lockstep.page.report import report_line
 from lockstep.parallel.apply import (
     Cutting,
@@ -84,27 +82,24 @@ from lockstep.parallel.apply import (
     parallelize_pipeline,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
-from lockstep.parallel.happened import Lane, timetable_event
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
 from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
 from lockstep.peak import find_peak
 from lockstep.planner.model import Model
 from lockstep.precision import check_can_compute, number_formats
-from lockstep.profiling import Profiler
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.output import show_run
 from lockstep.runtime.place import cpus_per_rank
-from lockstep.runtime.telemetry import Telemetry, machine_event
 from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric, MetricFunction, Perplexity
 from lockstep.settings import script_settings
+from lockstep.watching import Watching
 
 MOST_WORKERS = 8
-SECONDS_BETWEEN_TIMETABLES = 300.0
 
 Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
@@ -149,7 +144,6 @@ class Run:
         self._global_batch = 1
         self._attention: str | None = None
         self._uncut = UncutModel()
-        self._timetable_at = -math.inf
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
         self._launch = launch
@@ -160,16 +154,14 @@ class Run:
         self._undo_output, readers = show_run(folder, self.rank, bool(launch), config.log_to, self.message)
         self._undo_hook = on_uncaught(partial(save_in_emergency, self))
         self._clock = StepClock(device, self.world_size)
-        self._stragglers = StragglerWatch(layout)
-        self._profiler = Profiler(config.profile, config.profile_ranks, comm.rank, comm.world_size, device)
         log = EventLog(folder.events, folder.attempt, readers) if self.is_main else None
         self.journal = Journal(log, self._clock)
+        self._watching = Watching(comm, layout, device, folder.path, config, self._clock, self.journal, self.requests)
         if not launch:
             self.message(folder.announce())
             if line := unused_gpus(comm.place, device):
                 self.message(line, "warning")
         self._watchdog = Watchdog(comm, 60 * config.timeout_minutes, folder.path, launch)
-        self._telemetry = Telemetry(comm.place, device)
         try:
             warn = partial(self.message, level="warning")
             self._checkpoints = Checkpoints(folder, resume, self.seed, comm, warn)
@@ -181,9 +173,7 @@ class Run:
         if self.is_main:
             self._stops.begin()
         self._watchdog.start()
-        self._telemetry.start()
-        if self.world_size > 1:
-            self._clock.listen()
+        self._watching.start()
         if threading.current_thread() is threading.main_thread():
             self.requests.listen()
         atexit.register(self._at_exit)
@@ -379,7 +369,7 @@ class Run:
             steps=steps,
             name=name,
             before_step=self._boundary,
-            reading_samples=self._reading_samples,
+            reading_samples=self._watching.reading_samples,
             steps_done=saved.get("steps_done", 0),
         )
         self._progress.add(loader)
@@ -528,8 +518,8 @@ class Run:
         if self.engine is not None:
             self.engine.check_last_gradient()
         self._finish_saving()
-        if self._profiler.steps is not None:
-            self.message(f"the run has ended before {self._profiler.steps} could be profiled", "warning")
+        if (steps := self._watching.profiler.steps) is not None:
+            self.message(f"the run has ended before {steps} could be profiled", "warning")
         self.journal.end(self._steps_done, self.best)
         self.leave()
 
@@ -547,16 +537,14 @@ class Run:
             everything.callback(self._undo_output)
             everything.callback(self._undo_hook)
             everything.callback(self._comm.close)
-            everything.callback(self._clock.restore)
             everything.callback(self._watchdog.close)
-            everything.callback(self._telemetry.close)
             everything.callback(self.journal.close)
             everything.callback(self.requests.close)
             if self._checkpoints is not None:  # before signals mean something else again
                 everything.callback(self._checkpoints.leave)
             if self._garbage:
                 everything.callback(self._garbage.restore)
-            everything.callback(self._profiler.discard)
+            everything.callback(self._watching.close)
 
     def __enter__(self) -> Self:
         return self
@@ -710,11 +698,10 @@ class Run:
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         self._progress.step_done(batch)
         self._report_recovery(result.step)
-        self._profiler.end_step(result.step)
-        profiled = self._profiler.touches(result.step)
+        self._watching.profiler.end_step(result.step)
+        profiled = self._watching.profiler.touches(result.step)
         self.journal.step(result, batch, self._progress.epoch(batch), profiled=profiled)
-        if self._profiler.is_complete(result.step) or (self._profiler.has_begun and self._progress.is_read):
-            self._finish_profile()
+        self._watching.step_done(result.step, last=self._progress.is_read)
         if self.engine and self.engine.attention != self._attention:
             self._attention = self.engine.attention
             self.journal.emit("config", attention=self._attention)
@@ -736,101 +723,52 @@ class Run:
             spans = dict(zip(("stop", "start", "load", "step"), map(operator.sub, moments[1:], moments), strict=True))
             self.journal.emit("recovered", step=step, seconds=spans)
 
-    @contextmanager
-    def _reading_samples(self) -> Iterator[None]:
-        """Around the wait for the samples of the next step, with which it begins."""
-        if self._announced:  # else there is more to do before the first step
-            self._profiler.begin_step(self._steps_done + 1, self._need_engine("loader"))
-        with self._clock.stalled("input"), self._profiler.marked("data"):
-            yield
-
-    def _finish_profile(self) -> None:
-        """The last profiled step is done: tell what every rank that recorded it has found."""
-        step = self._steps_done
-        with self._clock.paused():
-            with self._comm.beat.busy():
-                own = self._profiler.finish(step, self.folder.path)
-            told = [digest for digest in self._comm.gather(own) if digest is not None]
-        for digest in told:
-            if "failure" in digest:
-                text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
-                self.message(text, "warning")
-            else:
-                self.journal.emit("profile", **digest)
-                self.message(f"{digest['text']}; the trace is {self.folder.path / digest['path']}")
-        self.journal.between_steps()
-
     def _report_ranks(self, *, last: bool) -> None:
-        """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
-        spent = self._clock.take(last=last)
-        own = {**asdict(spent), "memory": peak_bytes(self.device), "host": socket.gethostname()}
-        own["machine"] = self._telemetry.take(self._progress.workers)
-        own["did"] = self._what_it_did(last)
-        ranks = self._comm.gather(own)
-        if self.is_main:
-            step, event = self._steps_done, ranks_event(ranks)
-            self.journal.ranks(step, event, self.device.type == "cuda")
-            told = [rank["machine"] for rank in ranks]
-            self.journal.emit("machine", step=step, **machine_event(told, event["hosts"]))
-            if (slow := self._stragglers.look(event)) is not None:
-                self.journal.emit("straggler", step=step, **asdict(slow))
-                self.message(slow.text, "warning")
-            if did := [rank for rank in ranks if rank["did"]]:
-                hosts = [rank["host"] for rank in did]
-                self.journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
-        self.journal.between_steps()
+        self._watching.report_ranks(self._need_engine("setup"), self._progress.workers, last=last)
 
     def _report(self) -> None:
         """Write the report of a run that has ended."""
         with suppress(OSError, ValueError):  # nobody may be there to hear of it
             print(report_line(self.folder.path), flush=True)
 
-    def _what_it_did(self, last: bool) -> Lane:
-        """What this rank did in the last step, where a timetable is told and it is the first of its place."""
-        pipeline, asked = self._need_engine("setup").pipeline, "timetable" in self.requests.agreed
-        if pipeline is None or not (asked or (last and self._timetable_at < 0)):
-            return []
-        self._timetable_at = time.monotonic()
-        return pipeline.last_step() if self.rank in self.layout.ranks_along("pp")[0] else []
+    def _announce(self, coming: StepBatch | None) -> None:
+        """Before the first step: tell what begins, and what is expected of it."""
+        self._announced = True
+        self._times["ready"] = time.time()
+        self._garbage = GarbageCollection()
+        engine, loader = self._need_engine("loader"), self._progress.first
+        assert loader is not None
+        self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
+        settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
+        self.journal.emit("settings", text=settings)
+        micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
+        where = (self._cutting, self.layout, self._comm.place, self.device)
+        batches = (loader.order.global_batch, micro_batch)
+        self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
+        self.journal.flops(lambda: self._flops(engine, coming))
+        if self._compiles:
+            self.status("compiling: the first steps take longer")
+        if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
+            self.message(line)
+        if self._recorder:
+            self._recorder.begin(engine)
+        self._watching.begin(engine, loader.total_steps)
 
     def _boundary(self, coming: StepBatch | None) -> None:
         """Between two steps: act on what all ranks agreed on."""
         if not self._announced:
-            self._announced = True
-            self._times["ready"] = time.time()
-            self._garbage = GarbageCollection()
-            engine, loader = self._need_engine("loader"), self._progress.first
-            assert loader is not None
-            self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
-            settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
-            self.journal.emit("settings", text=settings)
-            self._telemetry.take()  # what is told of the machine begins with the first step
-            micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
-            where = (self._cutting, self.layout, self._comm.place, self.device)
-            batches = (loader.order.global_batch, micro_batch)
-            self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
-            self.journal.flops(lambda: self._flops(engine, coming))
-            if self._compiles:
-                self.status("compiling: the first steps take longer")
-            if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
-                self.message(line)
-            for line in self._profiler.out_of_reach(self._steps_done, loader.total_steps):
-                self.message(line, "warning")
-            if self._recorder:
-                self._recorder.begin(engine)
-            self._profiler.begin_step(self._steps_done + 1, engine)
+            self._announce(coming)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
         if self.is_main and (why := self._stops.reason(self._checkpoints.save_seconds, self.journal.step_seconds)):
             self.requests.ask("terminate", why)
-        if self.is_main and self._clock.is_due:
-            self.requests.ask("ranks")
-            if self.layout.pp > 1 and time.monotonic() - self._timetable_at >= SECONDS_BETWEEN_TIMETABLES:
-                self.requests.ask("timetable")
-        if self._profiler.has_begun and self._progress.is_read:
-            self._finish_profile()
-        if self._clock.steps and self._progress.is_read:  # a stream, whose last step did not know that it was
-            self._report_ranks(last=True)
+        if self.is_main:
+            self._watching.ask()
+        if self._progress.is_read:  # a stream, whose last step did not know that it was
+            if self._watching.profiler.has_begun:
+                self._watching.finish_profile(self._steps_done)
+            if self._clock.steps:
+                self._report_ranks(last=True)
         if "unsaved" in self.requests.agreed:
             self._finish_saving()
         elif self._checkpoints.has_failed:

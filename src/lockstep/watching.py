@@ -1,0 +1,150 @@
+"""What a run finds out about itself while it trains: its ranks' time, the machine, a pipeline's timetable, profiles.
+
+All ranks call all of this alike: the numbers of every rank are gathered at steps on which the ranks agreed.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lockstep.config import LaunchConfig
+from lockstep.engine import Engine
+from lockstep.faults.requests import Requests
+from lockstep.faults.stragglers import StragglerWatch, ranks_event
+from lockstep.journal import Journal
+from lockstep.layout import Layout
+from lockstep.memory import peak_bytes
+from lockstep.parallel.happened import Lane, timetable_event
+from lockstep.profiling import Profiler
+from lockstep.runtime.comm import Comm
+from lockstep.runtime.telemetry import Telemetry, machine_event
+from lockstep.runtime.waiting import StepClock
+
+SECONDS_BETWEEN_TIMETABLES = 300.0
+
+
+class Watching:
+    """Measures a run on one rank, and tells of all ranks on the first."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        layout: Layout,
+        device: torch.device,
+        folder: Path,
+        config: LaunchConfig,
+        clock: StepClock,
+        journal: Journal,
+        requests: Requests,
+    ) -> None:
+        self.profiler = Profiler(config.profile, config.profile_ranks, comm.rank, comm.world_size, device)
+        self._comm = comm
+        self._layout = layout
+        self._device = device
+        self._folder = folder
+        self._clock = clock
+        self._journal = journal
+        self._requests = requests
+        self._telemetry = Telemetry(comm.place, device)
+        self._stragglers = StragglerWatch(layout)
+        self._timetable_at = -math.inf
+        self._engine: Engine | None = None
+
+    def start(self) -> None:
+        """The ranks have met."""
+        self._telemetry.start()
+        if self._comm.world_size > 1:
+            self._clock.listen()
+
+    def begin(self, engine: Engine, total_steps: int | None) -> None:
+        """The first step is about to begin, and with it what is told of the machine."""
+        self._engine = engine
+        self._telemetry.take()
+        for line in self.profiler.out_of_reach(engine.steps_done, total_steps):
+            self._say(line, "warning")
+        self.profiler.begin_step(engine.steps_done + 1, engine)
+
+    def close(self) -> None:
+        """Measure nothing more."""
+        with ExitStack() as everything:
+            everything.callback(self._clock.restore)
+            everything.callback(self._telemetry.close)
+            everything.callback(self.profiler.discard)
+
+    def ask(self) -> None:
+        """On the first rank: ask all of them for what is due."""
+        if not self._clock.is_due:
+            return
+        self._requests.ask("ranks")
+        if self._layout.pp > 1 and time.monotonic() - self._timetable_at >= SECONDS_BETWEEN_TIMETABLES:
+            self._requests.ask("timetable")
+
+    @contextmanager
+    def reading_samples(self) -> Iterator[None]:
+        """Around the wait for the samples of the next step, with which it begins."""
+        if self._engine is not None:  # else there is more to do before the first step
+            self.profiler.begin_step(self._engine.steps_done + 1, self._engine)
+        with self._clock.stalled("input"), self.profiler.marked("data"):
+            yield
+
+    def step_done(self, step: int, *, last: bool) -> None:
+        """A step is counted: where it was the last that is profiled, tell of the profile."""
+        if self.profiler.is_complete(step) or (last and self.profiler.has_begun):
+            self.finish_profile(step)
+
+    def finish_profile(self, step: int) -> None:
+        """Tell what every rank that recorded the profiled steps has found."""
+        with self._clock.paused():
+            with self._comm.beat.busy():
+                own = self.profiler.finish(step, self._folder)
+            told = [digest for digest in self._comm.gather(own) if digest is not None]
+        for digest in told:
+            if "failure" in digest:
+                text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
+                self._say(text, "warning")
+            else:
+                self._journal.emit("profile", **digest)
+                self._say(f"{digest['text']}; the trace is {self._folder / digest['path']}", "info")
+        self._journal.between_steps()
+
+    def report_ranks(self, engine: Engine, workers: int, *, last: bool) -> None:
+        """Tell where the time of the ranks' steps went since this was told before, and who is slow."""
+        spent = self._clock.take(last=last)
+        own = {**asdict(spent), "memory": peak_bytes(self._device), "host": socket.gethostname()}
+        own["machine"] = self._telemetry.take(workers)
+        own["did"] = self._what_it_did(engine, last)
+        ranks = self._comm.gather(own)
+        if self._comm.rank == 0:
+            self._tell(engine.steps_done, ranks)
+        self._journal.between_steps()
+
+    def _tell(self, step: int, ranks: list[dict[str, Any]]) -> None:
+        event = ranks_event(ranks)
+        self._journal.ranks(step, event, self._device.type == "cuda")
+        self._journal.emit("machine", step=step, **machine_event([rank["machine"] for rank in ranks], event["hosts"]))
+        if (slow := self._stragglers.look(event)) is not None:
+            self._journal.emit("straggler", step=step, **asdict(slow))
+            self._say(slow.text, "warning")
+        if did := [rank for rank in ranks if rank["did"]]:
+            hosts = [rank["host"] for rank in did]
+            self._journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
+
+    def _what_it_did(self, engine: Engine, last: bool) -> Lane:
+        """What this rank did in the last step, where a timetable is told and it is the first of its place."""
+        asked = "timetable" in self._requests.agreed
+        if engine.pipeline is None or not (asked or (last and self._timetable_at < 0)):
+            return []
+        self._timetable_at = time.monotonic()
+        return engine.pipeline.last_step() if self._comm.rank in self._layout.ranks_along("pp")[0] else []
+
+    def _say(self, text: str, level: Literal["info", "warning"]) -> None:
+        self._journal.emit("message", text=text, level=level)
