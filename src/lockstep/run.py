@@ -72,7 +72,7 @@ from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, rank_memory
-from lockstep.page.report import report_line
+from lockstep.page.report import REPORT, leave_report
 from lockstep.parallel.apply import (
     Cutting,
     Look,
@@ -729,7 +729,7 @@ class Run:
     def _report(self) -> None:
         """Write the report of a run that has ended."""
         with suppress(OSError, ValueError):  # nobody may be there to hear of it
-            print(report_line(self.folder.path), flush=True)
+            print(leave_report(self.folder.path) or f"report: {self.folder.path / REPORT}", flush=True)
 
     def _announce(self, coming: StepBatch | None) -> None:
         """Before the first step: tell what begins, and what is expected of it."""

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from lockstep.page.report import report_line, write_report
+from lockstep.page.report import leave_report, write_report
 from tests.cli.commands import SMALL_LM, events, in_this_process, lockstep, run, start, wait_for
 from tests.runs import Made, write_run
 
@@ -163,22 +163,22 @@ def test_a_disk_that_is_full_leaves_the_old_report(tmp_path: Path, made: Path, m
 def test_at_the_end_of_a_run_nothing_that_goes_wrong_is_more_than_a_line(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert report_line(made) == f"report: {made}/report.html"
+    assert leave_report(made) == ""
 
     for failure in (KeyError("x"), MemoryError(), RecursionError("deep\nstack"), KeyboardInterrupt()):
         monkeypatch.setattr("lockstep.page.build.build_page", mock.Mock(side_effect=failure))
-        line = report_line(made)
+        line = leave_report(made)
         assert line.startswith("no report: ")
         assert "\n" not in line
     monkeypatch.setattr("lockstep.page.report.MOST_BYTES", 10)
-    assert "lockstep report" in report_line(made)
+    assert "lockstep report" in leave_report(made)
 
 
 @pytest.mark.slow
 def test_a_launched_run_leaves_its_report_and_says_where(tmp_path: Path) -> None:
     done = lockstep(tmp_path, "train", *SMALL_LM, "--steps", "3", "--nproc", "1", "--json")
     assert done.returncode == 0, done.stderr
-    assert "\nreport: runs/lm/report.html\n" in done.stderr
+    assert "\nreport     runs/lm/report.html\n" in done.stderr
     assert json.loads(done.stdout)["exit"] == 0
     assert data_in(tmp_path / "runs/lm/report.html")["runs"][0]["headline"]["state"] == "finished"
 
@@ -189,7 +189,7 @@ def test_a_launched_run_that_fails_leaves_its_report_and_its_exit_code(tmp_path:
     done = lockstep(tmp_path, "run", "--nproc", "1", "--name", "mine", "--restarts", "0", "script.py", "fail")
     assert done.returncode == 1
     assert "planted" in done.stderr
-    assert "report: runs/mine/report.html" in done.stdout
+    assert "report     runs/mine/report.html" in done.stdout
     assert data_in(tmp_path / "runs/mine/report.html")["runs"][0]["headline"]["state"] == "failed"
 
 
@@ -203,7 +203,7 @@ def test_a_launched_run_that_is_interrupted_leaves_its_report_and_its_exit_code(
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "report: runs/lm/report.html" in said
+    assert "report     runs/lm/report.html" in said
     assert data_in(tmp_path / "runs/lm/report.html")["runs"][0]["headline"]["state"] == "stopped"
 
 

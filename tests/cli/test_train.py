@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_one_folder_with_everything_in_it(trained):
     folder = trained / "runs" / "digits"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.toml", "events.jsonl", "checkpoints", "logs", "tb", ".lock"}
+    assert names == {"config.toml", "events.jsonl", "checkpoints", "logs", "tb", "report.html", ".lock"}
     assert len(list((folder / "logs").glob("*.0.log"))) == len(list((folder / "logs").glob("*.1.log"))) == 1
     assert (folder / "checkpoints" / "step-00000040" / "index.json").exists()
     kinds = [event["kind"] for event in events(folder)]

@@ -207,7 +207,7 @@ class Launch:
 
     def step(self, step: int) -> None:
         self.emit(
-            "step", step=step, epoch=0.1, loss=1.0, grad_norm=1.0, lr=0.1, weight=1.0, items=1, seconds=0.1,
+            "step", step=step, epoch=0.1, loss=1.0, grad_norm=1.0, lr=0.1, weight=1.0, items=1, padding=0, seconds=0.1,
             skipped=False, loss_scale=1.0,
         )  # fmt: skip
 

@@ -199,7 +199,7 @@ def train_in(
     from lockstep.launch.follow import note_start
     from lockstep.launch.local import launch
     from lockstep.launch.nodes import settle_head
-    from lockstep.page.report import report_line
+    from lockstep.page.report import leave_report
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 
@@ -232,15 +232,16 @@ def train_in(
         is_ours = lock is not None and is_held(folder.path, lock)
         if is_ours and find_allocation():
             (folder.path / EXIT_CODE).write_text(str(outcome.code), encoding="ascii")
+    missing = leave_report(folder.path) if is_ours and outcome.code != 2 and folder.events.exists() else ""
     if outcome.code != 2 and nodes.speaks:
         show_closing(folder.path, terminal)
+    if missing:
+        terminal.print(missing, markup=False, soft_wrap=True)
     if outcome.code == 2 and nodes.is_head:
         take_back(folder, made)
     if outcome.text:
         log = f"\n  log: {outcome.log}" if outcome.log else ""
         print(f"lockstep: {outcome.text}{outcome.more}{log}", file=sys.stderr)
-    if is_ours and outcome.code != 2 and folder.events.exists():
-        terminal.print(report_line(folder.path), markup=False, soft_wrap=True)
     return outcome.code
 
 

@@ -186,6 +186,7 @@ def _next_commands(
     tries = (
         (f"{command} --layout {other[0]}", f"the same numbers with {other[1]}"),
         (f"{command} --set seed=1", "change any value; --dry-run shows them all"),
+        (f"{program} board {folder.path}", "the run as a page; the next one can be followed live"),
         (f"{tensorboard} --logdir {folder.path / 'tb'}", "the curves"),
         (f"{program} ckpt ls {folder.path}", "what was saved; export makes one file of it"),
         (f"{program} train --list", "the other recipes"),

@@ -1,6 +1,6 @@
 """The report: the page of some runs as one file with its data inside, or printed as a PDF.
 
-`write_report` makes it; `report_line` is for the end of a run, which it can neither fail nor hold up for long.
+`write_report` makes it; `leave_report` is for the end of a run, which it can neither fail nor hold up for long.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def write_page(page: Page, target: Path) -> None:
         raise UserError(f"{target} cannot be written ({reason(error)})", "name a file somewhere else with -o") from None
 
 
-def report_line(folder: Path) -> str:
-    """Write the report of a run that has just ended, and say where it is, or in one line why there is none."""
+def leave_report(folder: Path) -> str:
+    """Write the report of a run that has just ended; where it cannot be, say in one line why there is none."""
     try:
         size = (folder / EVENTS).stat().st_size
         if size > MOST_BYTES:
             return f"no report: the log has {bytes_text(size)}; lockstep report {folder} reads it all the same"
-        return f"report: {write_report(folder)}"
+        write_report(folder)
     except KeyboardInterrupt:
         return f"no report: interrupted; lockstep report {folder} makes one"
     except Exception as error:
         # Whatever it is, the run has ended as it has.
         said = str(error).splitlines() or [type(error).__name__]
         return f"no report: {said[0]}"
+    return ""
