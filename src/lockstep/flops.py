@@ -1,16 +1,20 @@
 """What a sample costs: the floating-point operations of a model's forward and backward, counted by tracing it once.
 
 A copy of the model without data is made where it is built, before any layout cuts it. On that copy the loss function
-runs once, forward and backward, with one micro-batch of the first step: nothing is computed, nothing is allocated, no
-random number of the run is used up and nobody is asked anything. Counted are products of matrices, attention and
-convolutions, a multiplication with its addition as two. What is computed a second time to save memory counts once, and
-attention counts whole, also where a mask hides half of it.
+runs once, forward and backward, with one micro-batch of the first step: nothing is computed, nothing is allocated and
+nobody is asked anything. It does so in a child process, because a loss function may do more than compute: change its
+batch, count its calls, draw random numbers. The run itself is as if nobody had traced. Counted are products of
+matrices, attention and convolutions, a multiplication with its addition as two. What is computed a second time to save
+memory counts once, and attention counts whole, also where a mask hides half of it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import time
+import os
+import select
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +43,8 @@ Formula = Callable[..., int]
 
 LONGEST_SECONDS = 20.0
 """A run does not wait longer than this to know what its samples cost."""
+MOST_COPIED_BYTES = 1 << 20
+"""Of a tensor that is neither parameter nor buffer: larger ones have no data in the copy either."""
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operations in which ranks wait for each other."""
 
@@ -79,13 +85,17 @@ class UncutModel:
         model, self._model = self._model, None
         if model is None:
             return {}, self._reason
-        try:
-            counted = count_flops(model, loss, data, precision)
-        except UserError as error:
-            return {}, f"the model cannot be traced: {error.cause}"
-        except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
-            return {}, f"the model cannot be traced: {type(error).__name__}: {error}"[:500]
-        return {kind: _plain(flops / samples) for kind, flops in counted.items() if flops}, ""
+
+        def count() -> tuple[dict[str, int], str]:
+            try:
+                return count_flops(model, loss, data, precision), ""
+            except UserError as error:
+                return {}, f"the model cannot be traced: {error.cause}"
+            except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
+                return {}, f"the model cannot be traced: {type(error).__name__}: {error}"[:500]
+
+        counted, reason = in_a_child(count, LONGEST_SECONDS)
+        return {kind: _plain(flops / samples) for kind, flops in counted.items() if flops}, reason
 
 
 def flops_event(
@@ -106,15 +116,64 @@ def flops_event(
     }
 
 
+def in_a_child(count: Callable[[], tuple[dict[str, int], str]], seconds: float) -> tuple[dict[str, int], str]:
+    """What a function returns, found out by a fork of this process, which ends after so many seconds."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            # What the script prints in there, it prints again in the first step.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            torch.set_num_threads(1)  # the threads of the parent are not here
+            os.write(writer, json.dumps(count()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        answer = b""
+        if select.select([reader], [], [], seconds)[0]:
+            answer = os.read(reader, 1 << 16)
+        else:
+            return {}, f"the model cannot be traced: that takes longer than {seconds:g} s"
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if not answer:
+        return {}, "the model cannot be traced: the process that did it has died"
+    counted, reason = json.loads(answer)
+    return counted, reason
+
+
 def model_without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers have a shape alone."""
+    """A copy of a model whose parameters and buffers have a shape alone, and all else that is large too."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, CPU), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, CPU)
+    for hidden in _tensors_of(model, set()):
+        if id(hidden) not in memo and hidden.nbytes > MOST_COPIED_BYTES:
+            shape = fake_like(hidden, mode, CPU)
+            is_parameter = isinstance(hidden, nn.Parameter)
+            memo[id(hidden)] = nn.Parameter(shape, requires_grad=hidden.requires_grad) if is_parameter else shape
     return copy_of(model, memo)
+
+
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Those that a model holds in whatever way: a teacher in a list, a table that is no buffer."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from _tensors_of(vars(value), seen)
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(part, seen)
 
 
 def count_flops(model: nn.Module, loss: Loss, data: Any, precision: Format = "fp32") -> dict[str, int]:
@@ -137,11 +196,8 @@ class _Counting:
     def __init__(self) -> None:
         self.flops: Counter[str] = Counter()
         self.is_backward = False
-        self._end = time.monotonic() + LONGEST_SECONDS
 
     def add(self, kind: str, flops: int) -> None:
-        if time.monotonic() > self._end:
-            raise UserError(f"that takes longer than {LONGEST_SECONDS:g} s", "make the micro-batch smaller")
         # A backward records no gradients: what does is the forward of torch.utils.checkpoint, for the second time.
         if not (self.is_backward and torch.is_grad_enabled()):
             self.flops[kind] += flops

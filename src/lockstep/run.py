@@ -790,7 +790,8 @@ class Run:
         """What a sample costs, and what the device of a rank could do."""
         formats = number_formats(engine.precision, engine.numerics, self.device.type)
         peak = find_peak(self.device, formats["matrix products"], self._comm.place, self._config.share_gpu)
-        return flops_event(self._uncut, coming, engine.plain_loss, engine.precision, peak)
+        with self._comm.beat.busy():
+            return flops_event(self._uncut, coming, engine.plain_loss, engine.precision, peak)
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(

@@ -7,7 +7,10 @@ layer, whose input are data that nobody derives by.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -289,8 +292,46 @@ def test_a_loss_that_talks_to_other_ranks_is_refused_rather_than_waited_for(tmp_
 
 
 def test_a_trace_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flops, "LONGEST_SECONDS", -1.0)
-    assert "takes longer" in event_of(nn.Linear(1, 1), squares)[1]
+    monkeypatch.setattr(flops, "LONGEST_SECONDS", 0.2)
+    began = time.monotonic()
+    assert "takes longer than 0.2 s" in event_of(nn.Linear(1, 1), lambda *_: time.sleep(60))[1]
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_that_dies_while_it_traces_is_the_reason() -> None:
+    assert "has died" in event_of(nn.Linear(1, 1), lambda *_: os.kill(os.getpid(), signal.SIGKILL))[1]
+
+
+def test_a_loss_that_changes_its_batch_or_itself_finds_both_as_they_were() -> None:
+    """It is called once more than the run asks for, in a process of its own."""
+    seen: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        target = batch.pop("y")
+        batch["x"].mul_(2)
+        seen.append(model(batch["x"]))
+        print("printed once")
+        return (seen[-1] - target).square().sum(), 4
+
+    batch = {"x": torch.ones(4, 3), "y": torch.ones(4, 2)}
+    by, reason = event_of(nn.Linear(3, 2), loss, batch)
+    assert (by, reason) == ({"products": 4 * 2 * 3 * 2 * 2}, ""), "forward, and the gradient of the weights"
+    assert seen == []
+    assert batch.keys() == {"x", "y"}
+    assert batch["x"].equal(torch.ones(4, 3))
+
+
+def test_large_tensors_that_a_model_hides_are_not_copied() -> None:
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(8, 8)
+            self.teacher = [nn.Linear(1024, 1024)]
+            self.table = {"small": torch.ones(3), "large": torch.ones(1 << 19)}
+
+    copy: Any = model_without_data(Student())
+    assert [type(one).__name__ for one in (copy.teacher[0].weight.data, copy.table["large"])] == ["FakeTensor"] * 2
+    assert copy.table["small"].equal(torch.ones(3)), "a small one may be read"
 
 
 # ---- The peak
