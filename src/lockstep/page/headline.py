@@ -120,9 +120,7 @@ def _facts(summary: Summary) -> list[Fact]:
 
 
 def _goodput(summary: Summary) -> Fact:
-    means = "the share of the time in steps whose result was kept: all but starting, repeating, saving and validating"
-    means += ", and what passed between attempts" if summary.spent.stopped else ""
-    means += ", and profiling" if summary.spent.profiling else ""
+    means = "the share of the time in steps whose result was kept, and not in anything else, such as starting or saving"
     share = summary.spent.goodput
     if share is None:
         return Fact("Goodput", UNKNOWN, "no time has passed yet")
@@ -221,8 +219,8 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _step_time(summary: Summary) -> Fact:
-    compared, median = summary.predicted_step, "the median of the last attempt, warm-up left out"
-    median += " and profiled steps too" if summary.spent.profiling else ""
+    left_out = "warm-up and profiled steps" if summary.spent.profiling else "warm-up"
+    compared, median = summary.predicted_step, f"the median of the last attempt, {left_out} left out"
     measured = compared.measured if compared is not None and compared.measured is not None else summary.step_seconds
     if measured is None:
         return Fact("Step time", UNKNOWN, "too few steps are done")

@@ -53,6 +53,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     finite_losses = math.isfinite(kept.loss[-1]) if len(kept) else False
     best = digest.best[-1] if digest.best else (None, None)
     ranks = digest.machines.with_processes(digest.ranks.summaries())
+    on_cpus = started is None or started.device == "cpu"  # a process holds much besides its tensors
     return Summary(
         name=started.run if started and started.run else name,
         state=told[-1].state if told else _state_before(changed, now),
@@ -88,7 +89,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         kwh_reason=kwh_reason,
         memory=int(digest.ranks.most_memory) or None,
         predicted_step=digest.predicted.step(step_seconds),
-        predicted_memory=digest.predicted.memory,
+        predicted_memory=digest.predicted.memory(None if on_cpus else max((one.memory for one in ranks), default=0)),
         ranks=ranks,
         hosts=digest.machines.host_summaries(Counter(one.host for one in ranks)),
         gpus=digest.machines.gpu_summaries(),

@@ -96,7 +96,7 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
 def _steps(summary: Summary) -> str:
     of = f" of {summary.total_steps}" if summary.total_steps else ""
     attempts = len(summary.attempts)
-    tries = f" in {attempts} attempts" if attempts > 1 else ""
+    tries = f", {attempts} attempts" if attempts > 1 else ""
     return f"{summary.steps}{of} in {duration_text(summary.spent.whole)}{tries}"
 
 
