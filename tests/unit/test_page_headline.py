@@ -41,7 +41,7 @@ def test_what_ran_where() -> None:
 def test_a_run_that_finished() -> None:
     assert verdict("finished") == "Finished 1000 steps in 7 min 20 s, with a loss of 1.847."
     again = verdict("finished", attempts=[an_attempt(1), an_attempt(2)], loss=None)
-    assert again == "Finished 1000 steps in 7 min 20 s in 2 attempts."
+    assert again == "Finished 1000 steps in 7 min 20 s in 2 attempts, with a loss that is no finite number."
 
 
 def test_a_run_that_goes_on_says_how_long_with_saving_and_validation_as_so_far() -> None:
@@ -192,6 +192,8 @@ def test_a_log_without_a_start_says_so() -> None:
 
 def test_a_median_that_leaves_profiled_steps_out_says_so() -> None:
     told = fact("Step time", spent=replace(SPENT, profiling=3)).note
+    one = fact("Step time", attempts=[an_attempt(first_step=7, last_step=7)]).note
+    assert one.startswith("the only step of the last attempt, with its warm-up")
     assert told.startswith("the median of the last attempt, warm-up and profiled steps left out")
 
 

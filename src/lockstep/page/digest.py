@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.amounts import duration_text, loss_text, seconds_text
 from lockstep.page.attempts import Attempt, started_of
 from lockstep.page.damage import (
     Damage,
@@ -237,7 +238,7 @@ class Digest:
         for name, value in scores.items():
             self._add(self.scores, name, step, value)
         best = ", the best so far" if event.get("best") is True else ""
-        self._say("good" if best else "info", "validation", f"validation loss {loss:.5g}{best}", step)
+        self._say("good" if best else "info", "validation", f"validation loss {loss_text(loss)}{best}", step)
 
     def _add(self, kept: dict[str, Series], name: str, step: int, value: float) -> None:
         name = cut(name, 60)
@@ -252,7 +253,7 @@ class Digest:
         self.test = (step, loss, _values(inner(event, "metrics")))
         self._attempt.validation += seconds
         self._attempt.done_until = self._time
-        self._say("good", "test", f"test loss {loss:.5g} with the weights of step {step}", step)
+        self._say("good", "test", f"test loss {loss_text(loss)} with the weights of step {step}", step)
 
     def _take_checkpoint(self, event: Fields) -> None:
         step, size = whole(event, "step"), whole(event, "bytes")
@@ -263,7 +264,7 @@ class Digest:
         self.stalling.add(step, stall)
         self._attempt.stalls += stall
         self.checkpoints, self.stalls, self.largest = self.checkpoints + 1, self.stalls + stall, max(self.largest, size)
-        self._say("info", "checkpoint", f"{path} is on disk after {seconds:.3g} s", step)
+        self._say("info", "checkpoint", f"{path} is on disk after {seconds_text(seconds)}", step)
 
     def _take_metric(self, event: Fields) -> None:
         step = whole(event, "step")
@@ -299,7 +300,7 @@ class Digest:
     def _take_recovered(self, event: Fields) -> None:
         step, parts = whole(event, "step"), inner(event, "seconds")
         spent = [finite(parts, name) for name in ("stop", "start", "load", "step")]
-        self._say("good", "recovered", f"training again {sum(spent):.3g} s after the failure", step)
+        self._say("good", "recovered", f"training again {duration_text(sum(spent))} after the failure", step)
 
     def _take_alarm(self, event: Fields) -> None:
         step, said = whole(event, "step"), text(event, "text")

@@ -66,13 +66,15 @@ def _verdict(summary: Summary) -> str:
     why = _why(summary)
     if summary.state == "finished":
         loss = f", with a loss of {loss_text(summary.loss)}" if summary.loss is not None else ""
+        if summary.steps and not loss:
+            loss = ", with a loss that is no finite number"
         took = duration_text(summary.spent.whole)
         return f"Finished {_count(summary.steps, 'step')} in {took}{tries}{loss}."
     if summary.state == "running":
         left = seconds_left(summary)
         if not summary.steps:
             return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}: no step is done yet."
-        return f"Running: {of}" + (f", about {duration_text(left)} left." if left is not None else ".")
+        return f"Running: {of}" + (f", about {duration_text(round(left))} left." if left is not None else ".")
     if summary.state == "stopped":
         return f"Stopped at {of}{tries}{': ' + why if why else ''}{_and_then(summary)}"
     if summary.state == "failed":
@@ -175,7 +177,7 @@ def _share(label: str, share: float, note: str, level: Level) -> Fact:
 
 def _throughput(summary: Summary) -> Fact:
     if summary.items_per_second is None:
-        return Fact("Throughput", UNKNOWN, "too few steps are done")
+        return Fact("Throughput", UNKNOWN, "no step is done")
     note = f"{summary.item} of a step over its seconds, at the median step, on all ranks together"
     return Fact("Throughput", f"{count_text(summary.items_per_second)} {summary.item}/s", note)
 
@@ -188,7 +190,7 @@ def _items(summary: Summary) -> Fact:
 
 
 def _losses(summary: Summary) -> list[Fact]:
-    last = Fact("Loss", UNKNOWN, "no step is done yet")
+    last = Fact("Loss", UNKNOWN, "no step is done")
     if summary.steps:
         note = f"training loss of step {summary.steps}"
         last = Fact("Loss", "not finite", note, "error")
@@ -206,7 +208,7 @@ def _losses(summary: Summary) -> list[Fact]:
 
 def _memory(summary: Summary) -> Fact:
     if summary.memory is None:
-        return Fact("Memory", UNKNOWN, "no rank has told yet")
+        return Fact("Memory", UNKNOWN, "no rank has told")
     where = "host memory of its process" if summary.device == "cpu" else "GPU memory"
     note = f"{where}, of the rank that held most"
     totals = [gpu.memory_total for gpu in summary.gpus if gpu.ranks and gpu.memory_total]
@@ -219,16 +221,24 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _step_time(summary: Summary) -> Fact:
-    left_out = "warm-up and profiled steps" if summary.spent.profiling else "warm-up"
-    compared, median = summary.predicted_step, f"the median of the last attempt, {left_out} left out"
+    compared, median = summary.predicted_step, _which_steps(summary)
     measured = compared.measured if compared is not None and compared.measured is not None else summary.step_seconds
     if measured is None:
-        return Fact("Step time", UNKNOWN, "too few steps are done")
+        return Fact("Step time", UNKNOWN, "no step is done")
     if compared is None:
         return Fact("Step time", seconds_text(measured), f"{median}; nothing was predicted")
     error = compared.predicted / measured - 1 if measured > 0 else math.nan
     note = f"{median}; predicted {seconds_text(compared.predicted)} ({error_text(error)})"
     return Fact("Step time", seconds_text(measured), note, _level(error))
+
+
+def _which_steps(summary: Summary) -> str:
+    """What the median is of."""
+    last = next((one for one in reversed(summary.attempts) if one.last_step is not None), None)
+    if last is not None and last.first_step == last.last_step:
+        return "the only step of the last attempt, with its warm-up"
+    left_out = "warm-up and profiled steps" if summary.spent.profiling else "warm-up"
+    return f"the median of the last attempt, {left_out} left out"
 
 
 def _predicted_memory(summary: Summary) -> Fact:
@@ -237,7 +247,8 @@ def _predicted_memory(summary: Summary) -> Fact:
         return Fact("Predicted memory", UNKNOWN, "nothing was predicted")
     note = "of tensors, on the fullest rank"
     if compared.measured is None or compared.error is None:
-        return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured")
+        why = ": on CPUs nobody counts tensors apart" if summary.device == "cpu" else ""
+        return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured{why}")
     note += f"; measured {bytes_text(compared.measured)} ({error_text(compared.error)})"
     return Fact("Predicted memory", bytes_text(compared.predicted), note, _level(compared.error))
 

@@ -10,6 +10,7 @@ from lockstep.amounts import bytes_text, duration_text, percent, seconds_text
 from lockstep.page.digest import Digest
 from lockstep.page.panels import Lines, Panel, Share, Shares, Span, Table, Text, Timeline
 from lockstep.page.profiles import Profile
+from lockstep.page.section_training import steps_text
 from lockstep.page.series import curve_of
 from lockstep.page.summary import Summary
 
@@ -53,7 +54,7 @@ def profile(digest: Digest) -> list[Panel]:
 
 
 def _profile(one: Profile, number: int) -> list[Panel]:
-    id, who = f"profile{number}", f"rank {one.rank}, {_steps(one.first_step, one.last_step)}"
+    id, who = f"profile{number}", f"rank {one.rank}, {steps_text(one.first_step, one.last_step)}"
     overlap, seconds = one.seconds["overlapped"], one.seconds
     parts = [
         Share("compute", max(0.0, seconds["compute"] - overlap), True, "without communication beside it"),
@@ -87,10 +88,6 @@ def _profile(one: Profile, number: int) -> list[Panel]:
         columns, right = ["size", "shape", "where"], [True, False, False]
         panels.append(Table(f"{id}_tensors", f"Biggest tensors at the peak: {who}", columns, rows, right))
     return panels
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _sentence(text: str) -> str:

@@ -79,7 +79,7 @@ PARTS_OF_TIME = {
     "validation": "validation",
     "checkpoints": "checkpoint stalls",
     "profiling": "profiling",
-    "repeated": "repeated steps",
+    "repeated": "repeated or skipped steps",
     "starting": "starting",
     "stopped": "stopped",
     "other": "other",

@@ -198,7 +198,7 @@ def _efficiency(digest: Digest, step_seconds: float | None) -> Efficiency:
     if not digest.flops:
         return Efficiency(None, None, "", None, "the run does not say how many operations a sample costs")
     if last is None or last.started is None or not step_seconds:
-        return Efficiency(None, None, source, None, reason or "no step is done yet")
+        return Efficiency(None, None, source, None, reason or "no step is done")
     rate = per_sample * last.started.global_batch / step_seconds if isinstance(per_sample, float) else None
     most = peak * last.started.world_size if isinstance(peak, float) and peak > 0 else None
     if rate is None or most is None:

@@ -132,7 +132,7 @@ def _time(spent: TimeSpent) -> list[tuple[str, str]]:
     kept = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name in IN_KEPT_STEPS})
     lost = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name not in IN_KEPT_STEPS})
     rows = [("goodput", share_text(spent.goodput) + (f": {kept}" if kept else ""))]
-    return rows + ([("lost", f"{share_text(1 - spent.goodput)}: {lost}")] if lost else [])
+    return rows + ([("lost time", f"{share_text(1 - spent.goodput)}: {lost}")] if lost else [])
 
 
 def _named(shares: dict[str, float]) -> str:
