@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -72,8 +73,8 @@ def closing_table(summary: Summary, report: Path | None, width: int) -> list[Tex
 
 
 def _wrapped(text: str, width: int) -> Iterator[tuple[bool, str]]:
-    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does 5 %."""
-    joined = text.replace(" %", "\xa0%")
+    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does "other 5 %"."""
+    joined = re.sub(r" (?=[\d.]+ %)", "\xa0", text).replace(" %", "\xa0%")
     for place, line in enumerate(textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)):
         yield place == 0, line.replace("\xa0", " ")
 
