@@ -67,6 +67,11 @@ class Made:
     """Steps with a loss that is not a number; an alarm tells, and they are skipped."""
     metrics: bool = False
     samples: bool = False
+    profile: tuple[int, int] | None = None
+    """The first and the last step that every rank records; each takes `profile_slows` longer."""
+    profile_slows: float = 0.0
+    profile_writes: float = 0.0
+    """From the last of them until the traces are written."""
 
     gpus: int = 0
     """Of each host; 0: trained on CPUs."""
@@ -85,6 +90,11 @@ class Made:
     def step_seconds(self) -> float:
         """How long every step takes."""
         return max(map(self._work, range(self.ranks))) + self.communication
+
+    def seconds_of(self, step: int) -> float:
+        """The same, with what a profile takes."""
+        is_profiled = self.profile is not None and self.profile[0] <= step <= self.profile[1]
+        return self.step_seconds + (self.profile_slows if is_profiled else 0.0)
 
     def _work(self, rank: int) -> float:
         return self._input(rank) + self._compute(rank)
@@ -150,7 +160,7 @@ class _Attempt:
         self._told = self.now
         self._steps_told = self._resumed = resumed
         for step in range(resumed + 1, last + 1):
-            self.now += made.step_seconds
+            self.now += made.seconds_of(step)
             yield self._step(step)
             if self.number > 1 and step == resumed + 1:
                 seconds = {"stop": 0.5, "start": made.pause, "load": made.starting, "step": made.step_seconds}
@@ -216,7 +226,7 @@ class _Attempt:
             weight=float(items - made.padding),
             items=items,
             padding=made.padding,
-            seconds=made.step_seconds,
+            seconds=made.seconds_of(step),
             skipped=step in made.not_finite,
             loss_scale=1.0,
         )
@@ -227,6 +237,9 @@ class _Attempt:
             text = f"the loss is not finite at step {step} on rank 0 (sample id 12): the step is skipped"
             alarm = {"what": "loss", "rank": 0, "sample_ids": [12], "loss": math.nan, "action": "skip", "text": text}
             yield self._event("alarm", step=step, **alarm)
+        if made.profile and step == made.profile[1]:
+            self.now += made.profile_writes
+            yield from (self._profile(rank, *made.profile) for rank in range(made.ranks))
         if made.metrics:
             yield self._event("metric", step=step, values={"temperature": 1.0 / step})
         if step == self._resumed + 5 or self.now - self._told >= made.tell_every or step == last:
@@ -251,6 +264,15 @@ class _Attempt:
         yield self._event("validation", step=step, epoch=step / 120, **scores)
         if made.samples:
             yield self._event("sample", step=step, prompt="To be", text=f" or not to be, at step {step}")
+
+    def _profile(self, rank: int, first: int, last: int) -> Event:
+        whole = (last - first + 1) * self.made.seconds_of(first)
+        seconds = {"whole": whole, "compute": whole / 2, "communication": 0.0, "overlapped": 0.0, "idle": whole / 2}
+        where = {"host": self.made.host(rank), "path": f"profile/{rank}.pt.trace.json.gz"}
+        found = {"kernels": [["aten::mm", 10, whole / 4]], "gaps": [], "memory": [], "tensors": []}
+        text = f"rank {rank} computed 50 % of the time, and was idle 50 %"
+        steps = {"first_step": first, "last_step": last}
+        return self._event("profile", rank=rank, **where, **steps, seconds=seconds, **found, text=text)
 
     def _tell(self, step: int) -> Iterator[Event]:
         """Where the time went on every rank and what the hosts did."""

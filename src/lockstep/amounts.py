@@ -49,3 +49,36 @@ def count_text(count: float) -> str:
         if count >= ROUNDED_UP * unit:
             return f"{count / unit:.3g} {name}"
     return f"{count:.3g}"
+
+
+def loss_text(loss: float) -> str:
+    """A loss, with four digits that count."""
+    return f"{loss:#.4g}".rstrip(".") if abs(loss) < 1e4 else f"{loss:,.0f}"
+
+
+def share_text(share: float) -> str:
+    """A share that matters, to a tenth of a per cent."""
+    return f"{100 * share:.1f} %"
+
+
+def error_text(error: float) -> str:
+    """How far off a prediction was, as a share of what was measured."""
+    return f"{100 * error:+.0f} %"
+
+
+def device_time_text(hours: float, device: str) -> str:
+    """What a run cost, in hours of GPUs or of CPU processes; a short one in minutes or seconds of them."""
+    what = "process" if device == "cpu" else "GPU"
+    for size, unit in ((1.0, "hours"), (1 / 60, "minutes")):
+        if hours >= 2 * size or (unit == "hours" and hours >= 0.1):
+            return f"{_three_digits(hours / size)} {what}-{unit}"
+    return f"{hours * 3600:.0f} {what}-seconds"
+
+
+def energy_text(kwh: float) -> str:
+    """Energy; little of it in watt-hours."""
+    return f"{_three_digits(kwh)} kWh" if kwh >= 0.1 else f"{_three_digits(1000 * kwh)} Wh"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -17,7 +17,7 @@ import torch
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.parallel.apply import Cutting, cuts_tokens
-from lockstep.planner.hardware import Machine
+from lockstep.planner.hardware import Gpu, Machine
 from lockstep.planner.here import newest_bench, shared_cpu
 from lockstep.planner.job import Job
 from lockstep.planner.machines import HERE, find_machine
@@ -81,9 +81,16 @@ def foretell(expected: Expected) -> dict[str, Any]:
         "step_seconds": time.total,
         "machine": job.machine.name,
         "band": fullest.band,
-        "source": job.machine.gpu.source,
+        "source": _source(job.machine.gpu),
         "reason": "",
     }
+
+
+def _source(gpu: Gpu) -> str:
+    """Where the numbers of a machine are from, for people who do not know the catalogue's names for its sources."""
+    if gpu.source.startswith("lockstep bench"):
+        return gpu.source.split("; ")[0]
+    return "a guess, from the planner's catalogue" if gpu.is_cpu else "data sheets, from the planner's catalogue"
 
 
 def error_of(prediction: dict[str, Any], measured: Measured) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from lockstep.planner.here import newest_bench
 from lockstep.planner.machines import HERE, find_gpu, find_machine
 from lockstep.runtime.place import Place
 
+MEASURE = "run lockstep bench"
+CATALOGUE = "by its data sheet, from the planner's catalogue"
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -30,8 +33,11 @@ def find_peak(device: torch.device, kind: str, place: Place, share_gpu: bool) ->
     """
     try:
         return _of_gpu(device, kind, place, share_gpu) if device.type == "cuda" else _of_cpu(kind, place)
+    except UserError as error:
+        fix = MEASURE if device.type == "cuda" else f"{MEASURE} --device cpu"
+        return Peak(None, reason=f"the peak of this device is not known, because {error.cause}: {fix}")
     except Exception as error:  # a file of bench that somebody edited, say: the run does not depend on this
-        return Peak(None, reason=f"the peak of this device is not known: {error}")
+        return Peak(None, reason=f"the peak of this device is not known: {type(error).__name__}: {error}")
 
 
 def _of_gpu(device: torch.device, kind: str, place: Place, share_gpu: bool) -> Peak:
@@ -47,14 +53,14 @@ def _of_gpu(device: torch.device, kind: str, place: Place, share_gpu: bool) -> P
         return Peak(_measured(name, kind) * 1e12 / sharing, f"{name}: lockstep bench, {kind} products{shared}")
     if kind not in gpu.tflops:
         return Peak(None, reason=f"the peak of {name} in {kind} is not known")
-    return Peak(gpu.tflops[kind] * 1e12 / sharing, f"{name}: dense {kind} products, {gpu.source}{shared}")
+    return Peak(gpu.tflops[kind] * 1e12 / sharing, f"{name}: dense {kind} products, {CATALOGUE}{shared}")
 
 
 def _measured(name: str, kind: str) -> float:
     bench = newest_bench()
     measured = [speed.matmul_tflops.get(kind) for speed in bench.speeds if speed.device == name]
     if not measured or measured[0] is None:
-        raise UserError(f"{name} is not in the catalogue, nor measured in {kind}", "run lockstep bench on it")
+        raise UserError(f"{name} is not in the planner's catalogue, nor measured in {kind}", MEASURE)
     return measured[0]
 
 
@@ -63,7 +69,7 @@ def _of_cpu(kind: str, place: Place) -> Peak:
     if bench.device != "cpu" or socket.gethostname() not in bench.hosts:
         raise UserError(
             f"what lockstep bench has measured last are GPUs, or another host than {socket.gethostname()}",
-            "run lockstep bench --device cpu here",
+            MEASURE,
         )
     if kind != "fp32":
         return Peak(None, reason=f"the peak of this CPU in {kind} is not known: lockstep bench measures fp32 there")

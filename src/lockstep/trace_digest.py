@@ -10,16 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.kernel_names import short_kernel_name
 from lockstep.spans import Interval, common, length, outside, union
 from lockstep.trace_memory import digest_memory
 
 MOST_KERNELS = 15
 MOST_GAPS = 10
 LONGEST_NAME = 160
-"""Names of CUDA kernels spell out their templates, and may have thousands of letters."""
 STEP = "ProfilerStep#"
 """What the range of a step is called, with its number: TensorBoard's plugin and other tools look for this name."""
 
@@ -36,11 +36,14 @@ class Span:
     """Something that took time: a kernel, an operator, a range. In seconds since the first profiled step began."""
 
     name: str
+    """For people; different kernels may have the same."""
     begin: float
     end: float
     lane: Any
     """The thread or stream it ran on."""
     category: str
+    whole_name: str
+    """As the trace has it."""
 
     @property
     def interval(self) -> Interval:
@@ -54,7 +57,7 @@ class Work:
 
     compute: list[Span]
     communication: list[Span]
-    own_seconds: Sequence[tuple[str, float]]
+    own_seconds: Sequence[tuple[Span, float]]
 
 
 def digest_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,27 +104,33 @@ def _spans(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], Interval, f
     last = max([last, *(event["ts"] + event["dur"] for event in events if event.get("cat") in ON_DEVICE)])
     spans = [
         Span(
-            str(event["name"]),
+            _name_of(event),
             (event["ts"] - zero) / 1e6,
             (event["ts"] + event["dur"] - zero) / 1e6,
             (event.get("pid"), event.get("tid")),
             str(event.get("cat", "")),
+            str(event["name"]),
         )
         for event in events
     ]
     return spans, (0.0, (last - zero) / 1e6), zero
 
 
+def _name_of(event: Mapping[str, Any]) -> str:
+    name = str(event["name"])
+    return short_kernel_name(name) if event.get("cat") == "kernel" else name
+
+
 def _on_device(spans: Sequence[Span]) -> Work:
     """What the streams of a GPU did. Copies count as compute: they keep kernels of their stream waiting."""
     on_device = [span for span in spans if span.category in ON_DEVICE]
-    communication = [span for span in on_device if "nccl" in span.name.lower()]
-    compute = [span for span in on_device if "nccl" not in span.name.lower()]
+    communication = [span for span in on_device if "nccl" in span.whole_name.lower()]
+    compute = [span for span in on_device if "nccl" not in span.whole_name.lower()]
     if not communication:  # ranks that share a GPU talk over gloo, on the host
         communication = [
             span for span in spans if _is_communication(span) and span.category in ("cpu_op", "user_annotation")
         ]
-    return Work(compute, communication, [(span.name, span.end - span.begin) for span in on_device])
+    return Work(compute, communication, [(span, span.end - span.begin) for span in on_device])
 
 
 def _on_cpu(spans: Sequence[Span]) -> Work:
@@ -132,19 +141,19 @@ def _on_cpu(spans: Sequence[Span]) -> Work:
             lanes[span.lane].append(span)
     compute: list[Span] = []
     communication: list[Span] = []
-    own_seconds: list[tuple[str, float]] = []
+    own_seconds: list[tuple[Span, float]] = []
     for lane in lanes.values():
         tops, talks, own = _one_thread(sorted(lane, key=lambda span: (span.begin, -span.end)))
         talking = union(span.interval for span in talks)
         for top in tops:
             parts = outside(_within(talking, top.interval), top.interval)
-            compute += [Span(top.name, begin, end, top.lane, top.category) for begin, end in parts]
+            compute += [replace(top, begin=begin, end=end) for begin, end in parts]
         communication += talks
         own_seconds += own
     return Work(compute, communication, own_seconds)
 
 
-def _one_thread(spans: Sequence[Span]) -> tuple[list[Span], list[Span], list[tuple[str, float]]]:
+def _one_thread(spans: Sequence[Span]) -> tuple[list[Span], list[Span], list[tuple[Span, float]]]:
     """The outermost operators that compute, those that communicate, and the seconds of each without what it calls."""
     tops, talks = [], []
     own = [span.end - span.begin for span in spans]
@@ -161,7 +170,7 @@ def _one_thread(spans: Sequence[Span]) -> tuple[list[Span], list[Span], list[tup
             tops.append(span)
         callers.append(number)
     named = [
-        (span.name, max(0.0, seconds))
+        (span, max(0.0, seconds))
         for span, seconds in zip(spans, own, strict=True)
         if not span.name.startswith(AROUND_OTHERS)
     ]
@@ -176,14 +185,18 @@ def _within(intervals: Sequence[Interval], whole: Interval) -> list[Interval]:
     return common(intervals, [whole])
 
 
-def _longest(own_seconds: Iterable[tuple[str, float]]) -> list[list[Any]]:
+def _longest(own_seconds: Iterable[tuple[Span, float]]) -> list[list[Any]]:
+    """By the names for people; where several kernels have the same, it says how many."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    for name, took in own_seconds:
-        calls[name] += 1
-        seconds[name] += took
+    kernels: dict[str, set[str]] = defaultdict(set)
+    for span, took in own_seconds:
+        calls[span.name] += 1
+        seconds[span.name] += took
+        kernels[span.name].add(span.whole_name)
     longest = sorted(seconds, key=lambda name: (-seconds[name], name))[:MOST_KERNELS]
-    return [[name[:LONGEST_NAME], calls[name], round(seconds[name], 9)] for name in longest]
+    told = {name: f" ({len(kernels[name])} kernels)" if len(kernels[name]) > 1 else "" for name in longest}
+    return [[name[:LONGEST_NAME] + told[name], calls[name], round(seconds[name], 9)] for name in longest]
 
 
 def _gaps(busy: Sequence[Interval], spans: Sequence[Span], whole: Interval) -> list[list[Any]]:

@@ -50,13 +50,13 @@ SUMMARY = Summary(
 def test_the_table_says_how_far_how_well_how_fast_where_the_time_went_and_what_it_cost():
     assert closing_rows(SUMMARY, Path("runs/lm/report.html")) == [
         ("run", "lm, finished"),
-        ("steps", "300 of 300 in 3:20, 2 starts"),
+        ("steps", "300 of 300 in 3 min 20 s, 2 attempts"),
         ("loss", "1.847 in training, best in validation 1.900 (step 200), test 2.000"),
-        ("speed", "41k tokens/s, 500 ms a step, MFU 41 %"),
-        ("time", "70 % in steps that count: compute 50 %, communication 15 %, input 5 %"),
-        ("", "30 % beside them: starting 10 %, checkpoints 10 %, not running 5 %, steps done again 5 %"),
+        ("speed", "41 k tokens/s, 500 ms a step, MFU 41.0 %"),
+        ("goodput", "70.0 %: compute 50 %, exposed communication 15 %, input 5 %"),
+        ("lost time", "30.0 %: checkpoint stalls 10 %, starting 10 %, repeated or skipped steps 5 %, stopped 5 %"),
         ("memory", "61 GB on the fullest rank"),
-        ("cost", "0.11 GPU-hours, 0.05 kWh"),
+        ("cost", "0.11 GPU-hours, 50 Wh"),
         ("predicted", "a step 450 ms, measured 500 ms (-10 %)"),
         ("report", "runs/lm/report.html"),
     ]
@@ -70,8 +70,8 @@ def test_what_is_not_known_has_no_line():
     )
     assert closing_rows(bare) == [
         ("run", "lm, failed"),
-        ("steps", "0 in 0:00"),
-        ("cost", "0 CPU-process-hours"),
+        ("steps", "0 in 0 s"),
+        ("cost", "0 process-seconds"),
     ]
 
 
@@ -80,8 +80,8 @@ def test_it_fits_80_columns_and_keeps_a_path_whole():
     lines = [line.plain for line in closing_table(SUMMARY, path, 80)]
     assert lines[-1] == f"report     {path}"
     assert max(map(len, lines[:-1])) <= 80
-    assert [line[:11].strip() for line in lines][4:7] == ["time", "", ""]
-    assert not any(line.endswith("5") or line.startswith("           %") for line in lines)  # 5 % stays together
+    assert [line[:11].strip() for line in lines][4:7] == ["goodput", "lost time", ""]
+    assert not any(line.lstrip()[0].isdigit() for line in lines if line.startswith(" ")), "a name keeps its share"
 
 
 def test_a_hostile_name_cannot_move_the_cursor():
@@ -100,8 +100,8 @@ def shown(folder: Path) -> str:
 def test_it_is_made_from_the_events_of_all_attempts(tmp_path: Path):
     text = shown(write_run(tmp_path, Made(steps=200, fails_after=[75], ending="stop")))
     assert "steps      200 of 200 in" in text
-    assert "2 starts" in text
-    assert "steps done again" in text
+    assert "2 attempts" in text
+    assert "repeated or skipped" in " ".join(text.split())
     assert "\x1b" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
 

@@ -344,7 +344,7 @@ def test_the_peak_of_a_gpu_is_that_of_dense_products_in_the_format_they_are_comp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     found = find_peak(torch.device("cuda", 0), kind, ALONE, share_gpu=False)
     assert found.flops == tflops * 1e12  # stas00/ml-engineering, compute/accelerator: 989 of bf16 without sparsity
-    assert found.source.startswith(f"NVIDIA H200: dense {kind} products")
+    assert found.source == f"NVIDIA H200: dense {kind} products, by its data sheet, from the planner's catalogue"
     assert found.reason == ""
 
 

@@ -60,8 +60,8 @@ def test_the_scaling_table_of_a_course() -> None:
     ]
     assert columns(table, "time")[0] == ["7 min 20 s"]
     costs = scaling(*COURSE, id="costs")
-    assert columns(costs, "run", "goodput", "MFU", "loss", "memory", "device-hours", "kWh")[0] == [
-        "on-1", "90.9 %", "40.0 %", "1.847", "80 GB", "0.489", "0.3",
+    assert columns(costs, "run", "goodput", "MFU", "loss", "memory", "cost", "energy")[0] == [
+        "on-1", "90.9 %", "40.0 %", "1.847", "80 GB", "0.489 GPU-hours", "0.3 kWh",
     ]  # fmt: skip
     assert "not the same training" not in table.note
     assert "weak scaling" not in table.note

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.amounts import count_text, duration_text
+from lockstep.amounts import count_text, device_time_text, duration_text, energy_text
 from lockstep.page.advice import advise
 from lockstep.page.comparison import compare_runs
 from lockstep.page.headline import UNKNOWN, headline, seconds_left
@@ -41,7 +41,7 @@ def test_what_ran_where() -> None:
 def test_a_run_that_finished() -> None:
     assert verdict("finished") == "Finished 1000 steps in 7 min 20 s, with a loss of 1.847."
     again = verdict("finished", attempts=[an_attempt(1), an_attempt(2)], loss=None)
-    assert again == "Finished 1000 steps in 7 min 20 s in 2 attempts."
+    assert again == "Finished 1000 steps in 7 min 20 s in 2 attempts, with a loss that is no finite number."
 
 
 def test_a_run_that_goes_on_says_how_long_with_saving_and_validation_as_so_far() -> None:
@@ -118,9 +118,9 @@ def test_mfu_says_what_it_is_and_of_which_peak() -> None:
 def test_time_cost_and_energy() -> None:
     assert fact("Wall time").value == "7 min 20 s"
     assert "of which 1 h between attempts" in fact("Wall time", spent=replace(SPENT, stopped=3600)).note
-    assert fact("GPU-hours").value == "0.489", "4 x 440 s"
-    assert fact("CPU process-hours", device="cpu", device_hours=2.5).value == "2.5"
-    unused = fact("GPU-hours", gpus=[*healthy().gpus, a_gpu(4, ranks=())])
+    assert fact("Cost").value == "0.489 GPU-hours", "4 x 440 s"
+    assert fact("Cost", device="cpu", device_hours=2.5).value == "2.5 process-hours"
+    unused = fact("Cost", gpus=[*healthy().gpus, a_gpu(4, ranks=())])
     assert "1 GPU of the nodes that no rank uses is not in it" in unused.note
     assert fact("Energy").value == "0.3 kWh"
     assert fact("Energy").note.endswith("without the rest of the nodes and their cooling; without node2")
@@ -136,7 +136,7 @@ def test_tokens_real_padded_and_trained_are_apart() -> None:
 
 
 def test_losses() -> None:
-    assert (fact("Loss").value, fact("Best validation").value) == ("1.847", "1.9")
+    assert (fact("Loss").value, fact("Best validation").value) == ("1.847", "1.900")
     assert fact("Best validation").note == "loss after step 900"
     assert fact("Test", test_loss=4.605).value == "4.605"
     assert fact("Loss", loss=float("nan")).level == "error"
@@ -147,12 +147,12 @@ def test_losses() -> None:
 
 def test_predicted_against_measured() -> None:
     assert fact("Step time").value == "400 ms"
-    assert fact("Step time").note.endswith("predicted 440 ms, +10 %")
-    assert fact("Predicted memory").note == "of tensors, on the fullest rank; measured 80 GB, so that it was -2 % off"
+    assert fact("Step time").note.endswith("predicted 440 ms (+10 %)")
+    assert fact("Predicted memory").note == "of tensors, on the fullest rank; measured 80 GB (-2 %)"
     off = fact("Step time", predicted_step=Compared(0.8, 0.4, 1.0))
     assert (off.level, off.value) == ("warning", "400 ms")
     assert fact("Step time", predicted_step=None).note.endswith("nothing was predicted")
-    assert fact("Step time", predicted_step=Compared(0.2, None, None)).note.endswith("predicted 200 ms, -50 %")
+    assert fact("Step time", predicted_step=Compared(0.2, None, None)).note.endswith("predicted 200 ms (-50 %)")
     assert fact("Step time", predicted_step=None, step_seconds=None).value == UNKNOWN
     assert fact("Predicted memory", predicted_memory=Compared(GB, None, None)).note.endswith("not measured")
     assert fact("Predicted memory", predicted_memory=None).value == UNKNOWN
@@ -188,6 +188,28 @@ def test_a_log_of_which_a_part_is_gone_still_has_words(field: str, problem: str)
 
 def test_a_log_without_a_start_says_so() -> None:
     assert headline(healthy(world_size=0)).subtitle == "the log does not say where it ran"
+
+
+def test_a_median_that_leaves_profiled_steps_out_says_so() -> None:
+    told = fact("Step time", spent=replace(SPENT, profiling=3)).note
+    one = fact("Step time", attempts=[an_attempt(first_step=7, last_step=7)]).note
+    assert one.startswith("the only step of the last attempt, with its warm-up")
+    assert told.startswith("the median of the last attempt, warm-up and profiled steps left out")
+
+
+@pytest.mark.parametrize(
+    ("hours", "device", "text"),
+    [
+        (0, "cpu", "0 process-seconds"), (0.00613, "cpu", "22 process-seconds"), (0.0224, "H200", "81 GPU-seconds"),
+        (0.05, "H200", "3 GPU-minutes"), (0.489, "H200", "0.489 GPU-hours"), (32_123.4, "H200", "32,123 GPU-hours"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cost_is_readable_also_where_it_was_short(hours: float, device: str, text: str) -> None:
+    assert device_time_text(hours, device) == text
+
+
+def test_little_energy_is_told_in_watt_hours() -> None:
+    assert [energy_text(kwh) for kwh in (0.00276, 0.3, 12_345.6)] == ["2.76 Wh", "0.3 kWh", "12,346 kWh"]
 
 
 @pytest.mark.parametrize(

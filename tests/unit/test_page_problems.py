@@ -35,13 +35,15 @@ USUAL = Made(steps=1000)
         pytest.param(
             Made(steps=1000, slow_input={2: 0.1}),
             "Rank 2 (node1) waits for its data, and all others wait for it: give it more data.workers (it has none)",
-            "Its data take 105 ms of each 200 ms step, those of the others 5 ms: 50 % of the time in steps.",
+            "Its data take 105 ms of a mean step of 200 ms, those of the others 5 ms: "
+            "the difference is 50 % of the time in steps.",
             id="slow input on rank 2",
         ),
         pytest.param(
             Made(steps=1000, hosts=2, slow_compute={1: 0.1}),
             "Rank 1 (node1) computes longer than the others, which wait for it: look at its device (lockstep doctor)",
-            "It computes 185 ms of each 200 ms step, the others 85 ms: 50 % of the time in steps.",
+            "It computes 185 ms of a mean step of 200 ms, the others 85 ms: "
+            "the difference is 50 % of the time in steps.",
             id="slow compute on rank 1",
         ),
         pytest.param(
@@ -60,26 +62,26 @@ USUAL = Made(steps=1000)
         pytest.param(
             Made(steps=1000, cores=4, threads=4),
             "The CPUs of node1 are oversubscribed, and its threads wait for a core: start with OMP_NUM_THREADS=1.",
-            "4 ranks with 4 threads each and 0 data workers want 16 cores; node1 has 4, 100 % busy.",
+            "4 ranks with 4 threads each want 16 cores; node1 has 4, 100 % busy.",
             id="oversubscribed CPUs",
         ),
         pytest.param(
             Made(steps=1000, input=0.1),
             "The training waits for its data: use more data.workers (it has none), or a faster disk.",
-            "Every rank waited 100 ms of each 195 ms step, 51 %.",
+            "Every rank waited 100 ms of a mean step of 195 ms, 51 %.",
             id="all wait for data",
         ),
         pytest.param(
             Made(steps=1000, communication=0.1, layout="fsdp=4", hosts=2),
             "The ranks wait for each other: fsdp gathers weights between nodes in every block, so shard inside "
             "the nodes alone, as in dp=2,fsdp=2;",
-            "The ranks waited 100 ms of each 190 ms step, 53 %.",
+            "The ranks waited 100 ms of a mean step of 190 ms, 53 %.",
             id="exposed communication",
         ),
         pytest.param(
             Made(steps=1000, between=0.1),
             "The script's own code between two steps takes long",
-            "Between two steps went 100 ms of each 195 ms step, 51 %.",
+            "Between two steps went 100 ms of a mean step of 195 ms, 51 %.",
             id="between steps",
         ),
         pytest.param(

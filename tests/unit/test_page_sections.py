@@ -115,14 +115,25 @@ def test_the_whole_run_is_one_bar(tmp_path: Path) -> None:
     spent = panel(page_of(tmp_path, replace(PLAIN, fails_after=(60,))), "spent")
     amounts = {part.name: part.amount for part in spent.parts}
     assert amounts["stopped"] == pytest.approx(20)
-    assert amounts["repeated steps"] == pytest.approx(1)
+    assert amounts["repeated or skipped steps"] == pytest.approx(1)
     assert sum(part.amount for part in spent.parts if part.good) == pytest.approx(20)
-    assert "30 %" in spent.note
+    assert "1 min 6 s, in 2 attempts" in spent.note
+    assert "30.3 %" in spent.note
+
+
+def test_writing_traces_is_no_idle_time_of_a_step(tmp_path: Path) -> None:
+    made = replace(PLAIN, profile=(50, 52), profile_slows=0.2, profile_writes=10.0)
+    page = page_of(tmp_path, made)
+    assert {part.name for part in panel(page, "step_time").parts} == {
+        part.name for part in panel(page_of(tmp_path, PLAIN), "step_time").parts
+    }
+    (share,) = [part for part in panel(page, "spent").parts if part.name == "profiling"]
+    assert (share.amount, share.good) == (pytest.approx(10.6), False)
 
 
 def test_predicted_and_measured_are_in_a_table(tmp_path: Path) -> None:
     rows = panel(page_of(tmp_path, replace(PLAIN, predicted_step=0.12)), "predicted").rows
-    assert rows == [["step", "120 ms", "100 ms", "+20.0 %"], ["memory", "1 GB", "-", "-"]]
+    assert rows == [["step", "120 ms", "100 ms", "+20 %"], ["memory", "1 GB", "-", "-"]]
 
 
 def test_every_rank_is_a_row_of_the_heat_map(tmp_path: Path) -> None:
@@ -218,7 +229,9 @@ def test_a_profile_is_digested(tmp_path: Path) -> None:
     amounts = [part.amount for part in panel(page, "profile0").parts]
     assert amounts == pytest.approx([0.6, 0.2, 0.1, 0.06])
     assert sum(amounts) == pytest.approx(0.96)
-    assert "67 % of the communication is hidden" in panel(page, "profile0").note
+    assert panel(page, "profile0").note == (
+        "Rank 0 computed 83 % of the time. The trace for Perfetto and TensorBoard is profile/trace.json.gz."
+    )
     assert panel(page, "profile0_kernels").rows == [["aten::mm", "120", "480 ms", "50 %"]]
     memory = panel(page, "profile0_memory")
     assert (memory.x, memory.curves[0].x, memory.curves[0].y) == ("seconds", [0, 0.3], [1e6, 2.5e6])

@@ -283,6 +283,65 @@ def test_predicted_and_measured(tmp_path: Path) -> None:
     assert summary_of(tmp_path, replace(PLAIN, predicted_step=None)).predicted_step is None
 
 
+def test_the_memory_of_gpus_is_compared_as_soon_as_the_ranks_tell_it(tmp_path: Path) -> None:
+    """1 GB was predicted, and the fullest of four ranks holds 3000 bytes more. On CPUs nobody measures tensors."""
+    made = replace(PLAIN, gpus=4, ending="killed")
+    running = summary_of(tmp_path, made).predicted_memory
+    assert running is not None
+    assert astuple(running) == pytest.approx((GB, GB + 3000, GB / (GB + 3000) - 1))
+    assert summary_of(tmp_path, replace(made, gpus=0)).predicted_memory == Compared(GB, None, None)
+
+
+PROFILED = replace(PLAIN, ranks=2, profile=(50, 52), profile_slows=0.2, profile_writes=10.0)
+
+
+def test_a_profile_is_accounted_for_and_does_not_count_in_medians(tmp_path: Path) -> None:
+    """Three steps take 0.2 s longer, and 10 s pass until both ranks have told what they recorded."""
+    found, without = summary_of(tmp_path, PROFILED), summary_of(tmp_path, replace(PROFILED, profile=None))
+    assert found.spent.profiling == pytest.approx(10.6)
+    assert without.spent.profiling == 0
+    assert found.spent.steps == pytest.approx(without.spent.steps)
+    assert found.spent.other == pytest.approx(without.spent.other)
+    assert found.step_seconds == pytest.approx(0.1)
+
+
+def test_medians_leave_profiled_steps_out_also_where_these_are_most(tmp_path: Path) -> None:
+    """Of 20 steps 16 are profiled; on GPUs also the one before, for which the profiler is switched on."""
+    most = replace(PROFILED, steps=20, profile=(5, 20))
+    assert summary_of(tmp_path, most).step_seconds == pytest.approx(0.1)
+    assert summary_of(tmp_path, most).items_per_second == pytest.approx(32 * 64 / 0.1)
+    all_of_it = replace(most, profile=(1, 20))
+    assert summary_of(tmp_path, all_of_it).step_seconds == pytest.approx(0.3), "there is nothing else"
+
+    def slow_before(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "step" and event["step"] == 4:
+                event["seconds"] = 9.0
+        return events
+
+    assert changed(tmp_path, replace(most, steps=5, profile=(5, 5), gpus=2), slow_before).step_seconds == (
+        pytest.approx(0.1)
+    )
+
+
+def test_samples_that_the_model_writes_are_part_of_validation(tmp_path: Path) -> None:
+    """Four of them, 0.5 s each, beside four validations of 1 s."""
+
+    def slow_samples(events: list[Event]) -> list[Event]:
+        late = 0.0
+        told: list[Event] = []
+        for event in events:
+            if event["kind"] == "sample":
+                told.append({"time": event["time"] + late, "kind": "status", "attempt": 1, "text": "generating"})
+                late += 0.5
+            told.append({**event, "time": event["time"] + late})
+        return told
+
+    found = changed(tmp_path, replace(PLAIN, samples=True), slow_samples)
+    assert found.spent.validation == pytest.approx(6)
+    assert found.spent.other == pytest.approx(summary_of(tmp_path, PLAIN).spent.other)
+
+
 def test_checkpoints_stragglers_and_warnings_are_counted(tmp_path: Path) -> None:
     def told(events: list[Event]) -> list[Event]:
         at = {"time": BEGIN + 15, "attempt": 1}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.kernel_names import short_kernel_name
 from lockstep.spans import common, length, outside, union
 from lockstep.trace_digest import MOST_GAPS, MOST_KERNELS, digest_trace
 from lockstep.trace_memory import MOST_POINTS, thinned, users_function
@@ -139,7 +140,7 @@ def test_the_longest_come_first_and_the_lists_end():
     kernels = [span(f"kernel{n}", 10 * n, 10 * n + n / 10, "kernel", STREAM) for n in range(1, 40)]
     found = digest(step(0, 400), *kernels, span("k" * 5000, 396, 399.99, "kernel", STREAM))
     assert len(found["kernels"]) == MOST_KERNELS
-    assert found["kernels"][0][0] == "k" * 160
+    assert found["kernels"][0][0] == "k" * 102 + "..."
     assert [name for name, *_ in found["kernels"][1:3]] == ["kernel39", "kernel38"]
     assert len(found["gaps"]) == MOST_GAPS
     assert found["gaps"][0][3] == "kernel1"
@@ -228,3 +229,79 @@ def test_a_long_timeline_keeps_its_ends_and_its_extremes():
 def test_a_trace_with_nothing_in_it_is_refused():
     with pytest.raises(ValueError, match="neither steps nor operators nor kernels"):
         digest(span("model.py(3): forward", 0, 80, "python_function"))
+
+
+# ---- Names of CUDA kernels, as a run on an H200 with torch 2.11 has them
+
+AN_ADD = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
+    "(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (AN_ADD, "vectorized_elementwise_kernel<CUDAFunctor_add<float>>"),
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)"
+            "::{lambda()#3}::operator()() const::{lambda()#7}::operator()() const::{lambda(float)#1}, std::array<char*,"
+            " 2ul>, 4, TrivialOffsetCalculator<1, unsigned int> >(int)",
+            "unrolled_elementwise_kernel<direct_copy_kernel_cuda>",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda"
+            "(at::TensorIteratorBase&)::{lambda(float)#1}, std::array<char*, 2ul> >(in",
+            "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>",
+        ),
+        (
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float, "
+            "float const*, float const*, float const*, float*, float*, ",
+            "vectorized_layer_norm_kernel<float>",
+        ),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+            "TensorListMetadata<1>, at::native::(anonymous namespace)::BinaryOpScalarFunctor<float, 1, 1, 0> >(long)",
+            "multi_tensor_apply_kernel<BinaryOpScalarFunctor<float>>",
+        ),
+        (
+            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::func_wrapper_t<"
+            "c10::BFloat16, at::native::sum_functor<c10::BFloat16, float, c10::BFloat16> >, unsigned int, 4> >(int)",
+            "reduce_kernel<ReduceOp<func_wrapper_t<sum_functor<BFloat16>>>>",
+        ),
+        (
+            "void (anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out(c10::Scalar "
+            "const&, c10::Scalar const&, c10::Scalar const&, at::Tenso",
+            "elementwise_kernel_with_index<arange_cuda_out>",
+        ),
+        ("nvjet_sm90_tst_64x48_64x15_2x4_h_bz_NNT", "nvjet_sm90_tst_64x48_64x15_2x4_h_bz_NNT"),
+        ("ncclKernel_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclKernel_RING_LL"),
+        ("", ""), ("::", "::"), ("<", "<"), ("f<", "f"), ("void f<(", "f"), ("g>>)", "g>>)"),
+    ],
+)  # fmt: skip
+def test_a_kernel_is_called_by_what_it_computes(name: str, short: str):
+    assert short_kernel_name(name) == short
+
+
+def test_kernels_that_share_a_short_name_are_added_up_and_it_says_so():
+    """8 and 4 wide adds are 2 x 10 and 5 ms; the copy of the driver and operators keep their names."""
+    wider = AN_ADD.replace("<4,", "<8,")
+    found = digest(
+        step(0, 60),
+        span("aten::add", 0, 60),
+        span(wider, 0, 10, "kernel", STREAM),
+        span(wider, 10, 20, "kernel", STREAM),
+        span(AN_ADD, 30, 35, "kernel", STREAM),
+        span("Memcpy DtoH (Device -> Pinned)", 50, 51, "gpu_memcpy", STREAM),
+    )
+    add = "vectorized_elementwise_kernel<CUDAFunctor_add<float>>"
+    assert found["kernels"] == [[f"{add} (2 kernels)", 3, 0.025], ["Memcpy DtoH (Device -> Pinned)", 1, 0.001]]
+    assert found["gaps"][0] == [0.035, 0.015, add, "Memcpy DtoH (Device -> Pinned)"]
+    assert found["text"].endswith("the longest gap, 15 ms, was before Memcpy DtoH (Device -> Pinned)")
+
+
+def test_collectives_are_known_by_their_whole_name():
+    kernel = "void ncclKernel::run<4>(int)"
+    found = digest(step(0, 10), span(kernel, 0, 4, "kernel", NCCL_STREAM), span(AN_ADD, 4, 10, "kernel", STREAM))
+    assert found["seconds"]["communication"] == pytest.approx(0.004)
+    assert found["kernels"][1][0] == "run"

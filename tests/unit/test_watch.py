@@ -99,7 +99,7 @@ def test_a_failure_a_restart_and_the_end_are_told_apart():
     run = watched(made, until="failure")
     assert (run.state, run.is_over(LATER)) == ("restarting", False)
     assert lines(run)[2] == "rank 0 on node1 raised ValueError: something broke"
-    assert lines(watched(made))[0] == "runs/made  finished  step 200/200 (100 %)  start 2"
+    assert lines(watched(made))[0] == "runs/made  finished  step 200/200 (100 %)  attempt 2"
     assert watched(Made(steps=60, ending="failed")).state == "failed"
     stopped = watched(Made(steps=60, ending="stop"))
     assert (stopped.state, stopped.is_over(LATER)) == ("stopped", True)

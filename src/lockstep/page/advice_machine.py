@@ -78,9 +78,9 @@ def too_many_threads(summary: Summary) -> Found | None:
             if each * len(ranks) + workers > host.cores and not workers:
                 text += ", or with fewer ranks"
             evidence = (
-                f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} with {_range(threads)} threads each and {workers} "
-                f"data workers want {sum(threads) + workers} cores; {host.host} has {host.cores}, "
-                f"{percent(busy)} busy."
+                f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} with {_range(threads)} threads each"
+                f"{f' and {workers} data workers' if workers else ''} want {sum(threads) + workers} cores; {host.host} "
+                f"has {host.cores}, {percent(busy)} busy."
             )
             worst = (crowd, text + ".", evidence)
     if worst is None or not step_of(summary):
@@ -114,24 +114,28 @@ def small_micro_batch(summary: Summary) -> Found | None:
     filled = [gpu.memory / gpu.memory_total for gpu in used if gpu.memory is not None and gpu.memory_total]
     if not _trains_on_gpus(summary) or not filled or max(filled) > HALF_EMPTY or not _is_compute_bound(summary):
         return None
+    is_one = len(used) == 1
+    gpus = "The GPU" if is_one else "The GPUs"
     shares = [gpu.busy for gpu in used if gpu.busy is not None]
     if shares and mean(shares) < ENOUGH_BUSY:
-        unused, how = 1 - mean(shares), f"The GPUs are {percent(mean(shares))} busy"
+        unused, how = 1 - mean(shares), f"{gpus} {'is' if is_one else 'are'} {percent(mean(shares))} busy"
     elif summary.mfu is not None and summary.mfu < LOW_MFU:
-        unused, how = 1 - summary.mfu / LOW_MFU, f"The model gets {percent(summary.mfu)} of the GPUs' peak (MFU)"
+        unused, how = 1 - summary.mfu / LOW_MFU, f"The model gets {percent(summary.mfu)} of the peak (MFU)"
     else:
         return None
     layout = layout_of(summary)
-    fix = 'a larger micro_batch, or compile = "blocks", keeps them busier'
+    fix = f'a larger micro_batch, or compile = "blocks", keeps {"it" if is_one else "them"} busier'
     if summary.micro_batch is not None and summary.global_batch is not None and layout is not None:
         share = summary.global_batch // layout.data_size
         times = min(share // summary.micro_batch, int(0.8 / max(0.01, *filled)))
         if share <= summary.micro_batch:
-            fix = 'compile = "blocks", a larger global_batch or fewer GPUs keep them busier'
+            fewer = "" if is_one else " or fewer GPUs"
+            fix = f'compile = "blocks"{" or" if is_one else ","} a larger global_batch{fewer} would change that'
         elif times > 1:
             fix = f"raise micro_batch from {summary.micro_batch} to {times * summary.micro_batch}"
-    text = f"The GPUs have little to do at once, and much free memory: {fix}."
-    evidence = f"{how}, and {percent(max(filled))} of the memory of the fullest is held."
+    text = f"{gpus} {'has' if is_one else 'have'} little to do at once, and much free memory: {fix}."
+    whose = "its memory" if is_one else "the memory of the fullest"
+    evidence = f"{how}, and {percent(max(filled))} of {whose} is held."
     return unused * _compute_seconds(summary), Advice(text, evidence, "machine")
 
 

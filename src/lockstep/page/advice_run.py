@@ -157,13 +157,13 @@ def much_validation(summary: Summary) -> Found | None:
 
 def lost_steps(summary: Summary) -> Found | None:
     """Loss or gradients are not finite: steps are skipped, or all that follows is lost."""
-    if summary.steps and (summary.loss is None or not math.isfinite(summary.loss)):
+    skipped = summary.skipped_steps
+    if summary.steps and not skipped and (summary.loss is None or not math.isfinite(summary.loss)):
         text = (
             "The loss is not finite, so that nothing is learnt any more: go on from an earlier checkpoint with a "
             "smaller optimizer.lr, or clip gradients."
         )
         return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is no finite number.", "training")
-    skipped = summary.skipped_steps
     if skipped < max(LEAST_LOST_STEPS, MOST_LOST_STEPS * summary.steps) or summary.step_seconds is None:
         return None
     if summary.precision == "fp16":

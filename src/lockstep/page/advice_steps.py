@@ -46,8 +46,8 @@ def slow_input_of_a_rank(summary: Summary) -> Found | None:
         fix = f"give it more data.workers{_workers(rank.workers)}, or put its data on a faster disk"
     text = f"Rank {rank.rank} ({rank.host}) waits for its data, and all others wait for it: {fix}."
     evidence = (
-        f"Its data take {seconds_text(rank.input)} of each {seconds_text(step_of(summary))} step, those of the others "
-        f"{seconds_text(others)}: {percent(more)} of the time in steps."
+        f"Its data take {seconds_text(rank.input)} of a mean step of {seconds_text(step_of(summary))}, those of the "
+        f"others {seconds_text(others)}: the difference is {percent(more)} of the time in steps."
     )
     return more * summary.spent.steps, Advice(text, evidence, "ranks")
 
@@ -68,8 +68,8 @@ def slow_compute_of_a_rank(summary: Summary) -> Found | None:
     who = f"The place of the pipeline that rank {rank.rank} ({rank.host}) is at" if is_place else _named(rank)
     text = f"{who} computes longer than the others, which wait for it: {fix}."
     evidence = (
-        f"It computes {seconds_text(_compute(rank))} of each {seconds_text(step_of(summary))} step, the others "
-        f"{seconds_text(others)}: {percent(more)} of the time in steps."
+        f"It computes {seconds_text(_compute(rank))} of a mean step of {seconds_text(step_of(summary))}, the others "
+        f"{seconds_text(others)}: the difference is {percent(more)} of the time in steps."
     )
     return more * summary.spent.steps, Advice(text, evidence, "ranks")
 
@@ -179,7 +179,7 @@ def _at_least(summary: Summary, seconds: Sequence[float], most: float, cause: st
 def _of_the_steps(summary: Summary, seconds: float, text: str, what: str, section: str) -> Found:
     step = step_of(summary)
     share = seconds / step
-    evidence = f"{what} {seconds_text(seconds)} of each {seconds_text(step)} step, {percent(share)}."
+    evidence = f"{what} {seconds_text(seconds)} of a mean step of {seconds_text(step)}, {percent(share)}."
     return share * summary.spent.steps, Advice(text, evidence[0].upper() + evidence[1:], section)
 
 
@@ -187,7 +187,8 @@ def _talk_less(summary: Summary) -> str:
     """What to try for less communication, by the axis that talks most."""
     layout = layout_of(summary)
     if summary.device == "cpu" and summary.nodes == 1:
-        return f"fewer ranks than {summary.world_size}, with more threads each, wait less on the CPUs of one node"
+        fewer = "one rank" if summary.world_size == 2 else f"fewer ranks than {summary.world_size}"
+        return f"on the CPUs of one node {fewer} with more threads may be faster"
     if layout is None:
         return "try a layout that sends less"
     per_node = max(1, summary.world_size // max(1, summary.nodes))

@@ -89,8 +89,16 @@ class Attempt:
     job: str = ""
     job_state: str = ""
     """Where Slurm says that the job of this attempt is over."""
+    done_until: float = 0.0
+    """When the last step ended, or what came after it."""
+    in_steps: float = 0.0
+    """Seconds of all its steps."""
     validation: float = 0.0
     stalls: float = 0.0
+    profiling: float = 0.0
+    """All ranks waited for traces to be written."""
+    profiled: set[tuple[int, int]] = field(default_factory=set)
+    """First and last steps that were recorded."""
     told_seconds: float = 0.0
     """How long the steps were of which the ranks have told, and how much of it was what: means over ranks."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -101,6 +109,11 @@ class Attempt:
     def seconds(self) -> float:
         """From its first event to its last."""
         return max(0.0, self.end - self.begin)
+
+    @property
+    def accounted(self) -> float:
+        """Seconds that its events account for, after it has started."""
+        return self.in_steps + self.stalls + self.validation + self.profiling
 
     def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
         """How it ended, or that it still runs."""

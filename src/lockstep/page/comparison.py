@@ -10,7 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.amounts import bytes_text, count_text, duration_text, seconds_text
+from lockstep.amounts import (
+    bytes_text,
+    count_text,
+    device_time_text,
+    duration_text,
+    energy_text,
+    loss_text,
+    seconds_text,
+    share_text,
+)
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.page.headline import UNKNOWN
@@ -31,12 +40,12 @@ COLUMNS: Mapping[str, Callable[[Summary], str]] = {
     "throughput": lambda run: _known(run.items_per_second, lambda rate: f"{count_text(rate)} {run.item}/s"),
 }
 COSTS: Mapping[str, Callable[[Summary], str]] = {
-    "goodput": lambda run: _known(run.spent.goodput, _percent),
-    "MFU": lambda run: _known(run.mfu, _percent),
-    "loss": lambda run: _known(run.loss, lambda loss: f"{loss:.4g}"),
+    "goodput": lambda run: _known(run.spent.goodput, share_text),
+    "MFU": lambda run: _known(run.mfu, share_text),
+    "loss": lambda run: _known(run.loss, loss_text),
     "memory": lambda run: _known(run.memory, bytes_text),
-    "device-hours": lambda run: f"{run.device_hours:.3g}",
-    "kWh": lambda run: _known(run.kwh, lambda energy: f"{energy:.3g}"),
+    "cost": lambda run: device_time_text(run.device_hours, run.device),
+    "energy": lambda run: _known(run.kwh, energy_text),
 }
 DIFFERENCES: Mapping[str, Callable[[Summary], str]] = {
     "layout": lambda run: run.layout,
@@ -128,7 +137,7 @@ def _scaling(groups: Sequence[Group]) -> Table:
             run.name,
             *(text(run) for text in COLUMNS.values()),
             _known(group.speed_up(run), lambda value: f"{value:.2f}"),
-            _known(group.efficiency(run), _percent),
+            _known(group.efficiency(run), share_text),
         ]
         for group in groups
         for run in group.runs
@@ -209,7 +218,3 @@ def _epoch_seconds(run: Summary) -> float | None:
 
 def _known(value: float | None, text: Callable[[float], str]) -> str:
     return UNKNOWN if value is None else text(value)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

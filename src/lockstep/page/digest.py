@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.amounts import duration_text, loss_text, seconds_text
 from lockstep.page.attempts import Attempt, started_of
 from lockstep.page.damage import (
     Damage,
@@ -103,6 +104,7 @@ class Digest:
         self._newest = 0  # of the attempts that have done steps
         self._attempt = Attempt(0)
         self._time = 0.0
+        self._waits_since = 0.0
         self._line = 0
         self._handlers = {
             name.removeprefix("_take_"): getattr(self, name) for name in dir(self) if name.startswith("_take_")
@@ -208,7 +210,8 @@ class Digest:
         self._newest = attempt.number
         if attempt.first_step is None:
             attempt.first_step, attempt.first_done, attempt.first_seconds = step, self._time, seconds
-        attempt.last_step = step
+        attempt.last_step, attempt.done_until = step, self._time
+        attempt.in_steps += seconds
 
     def _take_start(self, event: Fields) -> None:
         attempt = self._attempt
@@ -219,12 +222,14 @@ class Digest:
         self._say("info", "start", f"attempt {attempt.number} starts: {attempt.started.layout}{after}", since)
 
     def _take_status(self, _: Fields) -> None:
-        """What it waits for is of no interest later; that it was there shows in the times."""
+        """What it waits for is of no interest later, but since when it does."""
+        self._waits_since = self._time
 
     def _take_validation(self, event: Fields) -> None:
         step, loss, seconds = whole(event, "step"), number(event, "loss"), finite(event, "seconds")
         scores = _values(inner(event, "metrics"))
         self._attempt.validation += seconds
+        self._attempt.done_until = self._time
         self.validation.add(step, loss)
         while self.best and self.best[-1][0] >= step:
             self.best.pop()
@@ -233,7 +238,7 @@ class Digest:
         for name, value in scores.items():
             self._add(self.scores, name, step, value)
         best = ", the best so far" if event.get("best") is True else ""
-        self._say("good" if best else "info", "validation", f"validation loss {loss:.5g}{best}", step)
+        self._say("good" if best else "info", "validation", f"validation loss {loss_text(loss)}{best}", step)
 
     def _add(self, kept: dict[str, Series], name: str, step: int, value: float) -> None:
         name = cut(name, 60)
@@ -247,7 +252,8 @@ class Digest:
         step, loss, seconds = whole(event, "step"), number(event, "loss"), finite(event, "seconds")
         self.test = (step, loss, _values(inner(event, "metrics")))
         self._attempt.validation += seconds
-        self._say("good", "test", f"test loss {loss:.5g} with the weights of step {step}", step)
+        self._attempt.done_until = self._time
+        self._say("good", "test", f"test loss {loss_text(loss)} with the weights of step {step}", step)
 
     def _take_checkpoint(self, event: Fields) -> None:
         step, size = whole(event, "step"), whole(event, "bytes")
@@ -258,7 +264,7 @@ class Digest:
         self.stalling.add(step, stall)
         self._attempt.stalls += stall
         self.checkpoints, self.stalls, self.largest = self.checkpoints + 1, self.stalls + stall, max(self.largest, size)
-        self._say("info", "checkpoint", f"{path} is on disk after {seconds:.3g} s", step)
+        self._say("info", "checkpoint", f"{path} is on disk after {seconds_text(seconds)}", step)
 
     def _take_metric(self, event: Fields) -> None:
         step = whole(event, "step")
@@ -271,6 +277,10 @@ class Digest:
             self.baselines[text(event, "name", 60)] = number(event, "loss")
 
     def _take_sample(self, event: Fields) -> None:
+        attempt = self._attempt
+        if self._waits_since >= attempt.done_until > 0:
+            attempt.validation += max(0.0, self._time - self._waits_since)
+            attempt.done_until = self._time
         self.samples.append((whole(event, "step"), text(event, "prompt"), text(event, "text", 4000)))
 
     def _take_message(self, event: Fields) -> None:
@@ -290,7 +300,7 @@ class Digest:
     def _take_recovered(self, event: Fields) -> None:
         step, parts = whole(event, "step"), inner(event, "seconds")
         spent = [finite(parts, name) for name in ("stop", "start", "load", "step")]
-        self._say("good", "recovered", f"training again {sum(spent):.3g} s after the failure", step)
+        self._say("good", "recovered", f"training again {duration_text(sum(spent))} after the failure", step)
 
     def _take_alarm(self, event: Fields) -> None:
         step, said = whole(event, "step"), text(event, "text")
@@ -326,8 +336,13 @@ class Digest:
                 self.chosen[cut(name)] = cut(str(value))
 
     def _take_profile(self, event: Fields) -> None:
-        profile = profile_of(event)
+        profile, attempt = profile_of(event), self._attempt
         self.profiles.append(profile)
+        if attempt.done_until:
+            # The ranks wrote their traces at the same time, and are told of one after the other.
+            attempt.profiling += max(0.0, self._time - attempt.done_until)
+            attempt.done_until = self._time
+        attempt.profiled.add((profile.first_step, profile.last_step))
         self._say("info", "profile", profile.text, profile.first_step)
 
     def _take_straggler(self, event: Fields) -> None:

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import math
 
-from lockstep.amounts import bytes_text, count_text, duration_text, percent, seconds_text
+from lockstep.amounts import (
+    bytes_text,
+    count_text,
+    device_time_text,
+    duration_text,
+    energy_text,
+    error_text,
+    loss_text,
+    percent,
+    seconds_text,
+    share_text,
+)
 from lockstep.page.panels import Fact, Headline, Level
 from lockstep.page.summary import Summary
 
@@ -54,14 +65,16 @@ def _verdict(summary: Summary) -> str:
     of = f"{at} of {summary.total_steps}" if summary.steps and summary.total_steps else at
     why = _why(summary)
     if summary.state == "finished":
-        loss = f", with a loss of {_number(summary.loss)}" if summary.loss is not None else ""
+        loss = f", with a loss of {loss_text(summary.loss)}" if summary.loss is not None else ""
+        if summary.steps and not loss:
+            loss = ", with a loss that is no finite number"
         took = duration_text(summary.spent.whole)
         return f"Finished {_count(summary.steps, 'step')} in {took}{tries}{loss}."
     if summary.state == "running":
         left = seconds_left(summary)
         if not summary.steps:
             return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}: no step is done yet."
-        return f"Running: {of}" + (f", about {duration_text(left)} left." if left is not None else ".")
+        return f"Running: {of}" + (f", about {duration_text(round(left))} left." if left is not None else ".")
     if summary.state == "stopped":
         return f"Stopped at {of}{tries}{': ' + why if why else ''}{_and_then(summary)}"
     if summary.state == "failed":
@@ -109,7 +122,7 @@ def _facts(summary: Summary) -> list[Fact]:
 
 
 def _goodput(summary: Summary) -> Fact:
-    means = "the share of the time in steps whose result was kept: without starting, repeating, saving and validating"
+    means = "the share of the time in steps whose result was kept, and not in anything else, such as starting or saving"
     share = summary.spent.goodput
     if share is None:
         return Fact("Goodput", UNKNOWN, "no time has passed yet")
@@ -129,19 +142,19 @@ def _wall_time(summary: Summary) -> Fact:
 
 def _hours(summary: Summary) -> Fact:
     is_cpu = summary.device == "cpu"
-    label, each = ("CPU process-hours", "process") if is_cpu else ("GPU-hours", "GPU")
+    each = "process" if is_cpu else "GPU"
     note = f"every {each} for as long as its attempts took, whether it computed or not"
     idle = sum(not gpu.ranks for gpu in summary.gpus)
     if idle and not is_cpu:
         note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
-    return Fact(label, f"{summary.device_hours:.3g}", note)
+    return Fact("Cost", device_time_text(summary.device_hours, summary.device), note)
 
 
 def _energy(summary: Summary) -> Fact:
     if summary.kwh is None:
         return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
     note = "CPUs and GPUs, as they count it themselves; without the rest of the nodes and their cooling"
-    return Fact("Energy", f"{summary.kwh:.3g} kWh", "; ".join(filter(None, (note, summary.kwh_reason))))
+    return Fact("Energy", energy_text(summary.kwh), "; ".join(filter(None, (note, summary.kwh_reason))))
 
 
 def _mfu(summary: Summary) -> Fact:
@@ -158,13 +171,13 @@ def _mfu(summary: Summary) -> Fact:
 def _share(label: str, share: float, note: str, level: Level) -> Fact:
     """A share of a whole: one over 100 % is an error, and says so."""
     if share > 1:
-        return Fact(label, f"{100 * share:.1f} %", f"more than all of it: a number is wrong ({note})", "error")
-    return Fact(label, f"{100 * share:.1f} %", note, level)
+        return Fact(label, share_text(share), f"more than all of it: a number is wrong ({note})", "error")
+    return Fact(label, share_text(share), note, level)
 
 
 def _throughput(summary: Summary) -> Fact:
     if summary.items_per_second is None:
-        return Fact("Throughput", UNKNOWN, "too few steps are done")
+        return Fact("Throughput", UNKNOWN, "no step is done")
     note = f"{summary.item} of a step over its seconds, at the median step, on all ranks together"
     return Fact("Throughput", f"{count_text(summary.items_per_second)} {summary.item}/s", note)
 
@@ -177,25 +190,25 @@ def _items(summary: Summary) -> Fact:
 
 
 def _losses(summary: Summary) -> list[Fact]:
-    last = Fact("Loss", UNKNOWN, "no step is done yet")
+    last = Fact("Loss", UNKNOWN, "no step is done")
     if summary.steps:
         note = f"training loss of step {summary.steps}"
         last = Fact("Loss", "not finite", note, "error")
         if summary.loss is not None and math.isfinite(summary.loss):
-            last = Fact("Loss", _number(summary.loss), note)
+            last = Fact("Loss", loss_text(summary.loss), note)
     best = Fact("Best validation", UNKNOWN, "nothing was validated")
     if summary.best_loss is not None:
         at = f"loss after step {summary.best_step}" if summary.best_step is not None else "loss"
-        best = Fact("Best validation", _number(summary.best_loss), at)
+        best = Fact("Best validation", loss_text(summary.best_loss), at)
     found = [last, best]
     if summary.test_loss is not None:
-        found.append(Fact("Test", _number(summary.test_loss), "loss over the test data, with the best weights"))
+        found.append(Fact("Test", loss_text(summary.test_loss), "loss over the test data, with the best weights"))
     return found
 
 
 def _memory(summary: Summary) -> Fact:
     if summary.memory is None:
-        return Fact("Memory", UNKNOWN, "no rank has told yet")
+        return Fact("Memory", UNKNOWN, "no rank has told")
     where = "host memory of its process" if summary.device == "cpu" else "GPU memory"
     note = f"{where}, of the rank that held most"
     totals = [gpu.memory_total for gpu in summary.gpus if gpu.ranks and gpu.memory_total]
@@ -208,15 +221,24 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _step_time(summary: Summary) -> Fact:
-    compared, median = summary.predicted_step, "the median of the last attempt, warm-up left out"
+    compared, median = summary.predicted_step, _which_steps(summary)
     measured = compared.measured if compared is not None and compared.measured is not None else summary.step_seconds
     if measured is None:
-        return Fact("Step time", UNKNOWN, "too few steps are done")
+        return Fact("Step time", UNKNOWN, "no step is done")
     if compared is None:
         return Fact("Step time", seconds_text(measured), f"{median}; nothing was predicted")
     error = compared.predicted / measured - 1 if measured > 0 else math.nan
-    note = f"{median}; predicted {seconds_text(compared.predicted)}, {100 * error:+.0f} %"
+    note = f"{median}; predicted {seconds_text(compared.predicted)} ({error_text(error)})"
     return Fact("Step time", seconds_text(measured), note, _level(error))
+
+
+def _which_steps(summary: Summary) -> str:
+    """What the median is of."""
+    last = next((one for one in reversed(summary.attempts) if one.last_step is not None), None)
+    if last is not None and last.first_step == last.last_step:
+        return "the only step of the last attempt, with its warm-up"
+    left_out = "warm-up and profiled steps" if summary.spent.profiling else "warm-up"
+    return f"the median of the last attempt, {left_out} left out"
 
 
 def _predicted_memory(summary: Summary) -> Fact:
@@ -225,8 +247,9 @@ def _predicted_memory(summary: Summary) -> Fact:
         return Fact("Predicted memory", UNKNOWN, "nothing was predicted")
     note = "of tensors, on the fullest rank"
     if compared.measured is None or compared.error is None:
-        return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured")
-    note += f"; measured {bytes_text(compared.measured)}, so that it was {100 * compared.error:+.0f} % off"
+        why = ": on CPUs nobody counts tensors apart" if summary.device == "cpu" else ""
+        return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured{why}")
+    note += f"; measured {bytes_text(compared.measured)} ({error_text(compared.error)})"
     return Fact("Predicted memory", bytes_text(compared.predicted), note, _level(compared.error))
 
 
@@ -236,10 +259,6 @@ def _level(error: float) -> Level:
 
 def _flops(rate: float) -> str:
     return f"{count_text(rate)}FLOP/s"
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def _count(count: int, what: str, more: str = "s") -> str:

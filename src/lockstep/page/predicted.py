@@ -19,9 +19,9 @@ class Predictions:
         """Beforehand."""
         step, memory = finite_or_none(event, "step_seconds"), finite_or_none(event, "memory_bytes")
         band, source, reason = finite_or_none(event, "band"), text(event, "source"), text(event, "reason")
-        within = f", within {100 * band:.0f} %" if band is not None else ""
+        within = f", its memory to within {100 * band:.0f} %" if band is not None else ""
         machine = cut(str(event.get("machine") or "an unknown machine"))
-        self.note = reason or f"Predicted for {machine} ({source}){within}."
+        self.note = reason or f"Predicted for {'this machine' if machine == 'here' else machine} ({source}){within}."
         self._step = None if step is None else Compared(step, None, None)
         self._memory = None if memory is None else Compared(memory, None, None)
         self._is_compared = False
@@ -37,10 +37,11 @@ class Predictions:
             return self._step
         return Compared(self._step.predicted, measured, self._step.predicted / measured - 1)
 
-    @property
-    def memory(self) -> Compared | None:
-        """Bytes on the fullest rank."""
-        return self._memory
+    def memory(self, measured: float | None) -> Compared | None:
+        """Bytes on the fullest rank; as long as the run has not compared them itself, with the most of a GPU so far."""
+        if self._memory is None or self._is_compared or not measured:
+            return self._memory
+        return Compared(self._memory.predicted, measured, self._memory.predicted / measured - 1)
 
 
 def _compared(told: Fields) -> Compared:

@@ -33,7 +33,7 @@ class RankTimes:
         self.most_memory = 0.0
         self._places: tuple[int, Array] = (-1, np.empty(0, np.intp))
         self._attempt = 0
-        self._since = (0.0, 0.0, 0.0)  # time, stalls and validation of the attempt when the ranks told before
+        self._since = (0.0, 0.0, 0.0)  # the time when the ranks told before, what was accounted for by then, stalls
         self._last_step = 0
         self._steps = 0.0
         self._sums: Array = np.zeros((len(LISTS), 0))
@@ -63,7 +63,7 @@ class RankTimes:
         attempt.told_seconds += steps * seconds
         for name, mean in means.items():
             attempt.parts[name] = attempt.parts.get(name, 0.0) + steps * mean
-        self._show(step, steps, {**means, **self._outside(time, attempt, steps, seconds)}, table, count)
+        self._show(step, steps, {**means, **self._outside(time, attempt, steps)}, table, count)
 
     def _miss(self, shortest: int, attempt: Attempt, count: int, line: int) -> None:
         world = attempt.started.world_size if attempt.started else count
@@ -84,7 +84,7 @@ class RankTimes:
     def _add_up(self, known: Array, attempt: Attempt, steps: int, count: int) -> None:
         if self._attempt != attempt.number:
             self._attempt, self._steps, self._sums = attempt.number, 0.0, np.zeros((len(LISTS), 0))
-            self._since = (attempt.first_done, 0.0, 0.0)
+            self._since = (attempt.first_done, attempt.first_seconds, 0.0)
         missing = count - self._sums.shape[1]
         if missing > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
@@ -93,13 +93,15 @@ class RankTimes:
         self._sums[:, :count] += steps * known
         self._sums[MEMORY, :count] = most
 
-    def _outside(self, time: float, attempt: Attempt, steps: int, seconds: float) -> dict[str, float]:
-        """Of the time since the ranks told before: waiting for checkpoints, and what is neither in a step nor there."""
-        begin, stalls, validation = self._since
-        self._since = (time, attempt.stalls, attempt.validation)
-        stall = attempt.stalls - stalls
-        idle = (time - begin) - steps * seconds - stall - (attempt.validation - validation)
-        return {"stall": stall / steps, "idle": max(0.0, idle) / steps if begin else 0.0}
+    def _outside(self, time: float, attempt: Attempt, steps: int) -> dict[str, float]:
+        """Of the time since the ranks told before: waiting for checkpoints, and what no event accounts for.
+
+        The ranks may leave steps out, such as profiled ones: what all steps took is known from the steps themselves.
+        """
+        begin, accounted, stalls = self._since
+        self._since = (time, attempt.accounted, attempt.stalls)
+        idle = (time - begin) - (attempt.accounted - accounted)
+        return {"stall": (attempt.stalls - stalls) / steps, "idle": max(0.0, idle) / steps if begin else 0.0}
 
     def _show(self, step: int, steps: int, means: dict[str, float], table: Array, count: int) -> None:
         if self._places[0] != count:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.amounts import bytes_text, duration_text, percent, seconds_text
 from lockstep.page.digest import Digest
 from lockstep.page.panels import Lines, Panel, Share, Shares, Span, Table, Text, Timeline
 from lockstep.page.profiles import Profile
+from lockstep.page.section_training import steps_text
 from lockstep.page.series import curve_of
 from lockstep.page.summary import Summary
 
@@ -22,7 +23,8 @@ def checkpoints(digest: Digest, summary: Summary) -> list[Panel]:
     if not digest.saved:
         return []
     curves = [digest.saving.curve("until it is on disk"), digest.stalling.curve("the training waited")]
-    note = f"{summary.checkpoints:,} checkpoints; the training waited {seconds_text(summary.checkpoint_stalls)} in all."
+    many = f"{summary.checkpoints:,} checkpoint{'' if summary.checkpoints == 1 else 's'}"
+    note = f"{many}; the training waited {duration_text(summary.checkpoint_stalls)} in all."
     shown = list(digest.saved)[-MOST_TABLE_ROWS:]
     rows = [
         [
@@ -38,7 +40,7 @@ def checkpoints(digest: Digest, summary: Summary) -> list[Panel]:
     ]
     left = summary.checkpoints - len(shown)
     said = f"The last {len(shown)}; {left:,} before them are left out." if left else ""
-    columns = ["step", "attempt", "path", "size", "seconds", "stall", ""]
+    columns = ["step", "attempt", "path", "size", "until on disk", "stall", ""]
     right = [True, True, False, True, True, True, False]
     return [
         Lines("checkpoint_seconds", "Seconds of checkpoints", "step", "seconds", curves, note, unit="s"),
@@ -52,30 +54,28 @@ def profile(digest: Digest) -> list[Panel]:
 
 
 def _profile(one: Profile, number: int) -> list[Panel]:
-    id, who = f"profile{number}", f"rank {one.rank}, steps {one.first_step} to {one.last_step}"
+    id, who = f"profile{number}", f"rank {one.rank}, {steps_text(one.first_step, one.last_step)}"
     overlap, seconds = one.seconds["overlapped"], one.seconds
     parts = [
         Share("compute", max(0.0, seconds["compute"] - overlap), True, "without communication beside it"),
         Share("both at once", overlap, True, "communication hidden behind compute"),
         Share("communication", max(0.0, seconds["communication"] - overlap), note="exposed"),
-        Share("idle", seconds["idle"], note="no kernel ran"),
+        Share("idle", seconds["idle"], note="neither"),
     ]
-    hidden = percent(overlap / seconds["communication"]) if seconds["communication"] else ""
-    note = f"{one.text} {f'{hidden} of the communication is hidden.' if hidden else ''}".strip()
-    panels: list[Panel] = [
-        Shares(id, f"Device time: {who}", "s", parts, f"{note} The trace for Perfetto and TensorBoard: {one.path}")
-    ]
+    note = f"{_sentence(one.text)} The trace for Perfetto and TensorBoard is {one.path}."
+    panels: list[Panel] = [Shares(id, f"Device time: {who}", "s", parts, note)]
     whole = seconds["whole"]
     if one.kernels:
         rows = [
             [name, str(calls), seconds_text(spent), percent(spent / whole) if whole else ""]
             for name, calls, spent in one.kernels
         ]
-        columns, right = ["kernel", "calls", "seconds", "of the time"], [False, True, True, True]
-        panels.append(Table(f"{id}_kernels", f"Longest kernels: {who}", columns, rows, right))
+        columns, right = ["kernel", "calls", "time", "of all"], [False, True, True, True]
+        said = "Kernels of a GPU, or operators of a CPU, by their own time: without what they call."
+        panels.append(Table(f"{id}_kernels", f"Longest kernels: {who}", columns, rows, right, said))
     if one.gaps:
         rows = [[seconds_text(begin), seconds_text(gap), before, after] for begin, gap, before, after in one.gaps]
-        columns, right = ["at", "seconds", "after", "before"], [True, True, False, False]
+        columns, right = ["at", "how long", "after", "before"], [True, True, False, False]
         panels.append(Table(f"{id}_gaps", f"Longest gaps: {who}", columns, rows, right))
     if one.memory:
         x, y = np.array(one.memory, float).T
@@ -88,6 +88,11 @@ def _profile(one: Profile, number: int) -> list[Panel]:
         columns, right = ["size", "shape", "where"], [True, False, False]
         panels.append(Table(f"{id}_tensors", f"Biggest tensors at the peak: {who}", columns, rows, right))
     return panels
+
+
+def _sentence(text: str) -> str:
+    """Words of an event as a sentence."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
 
 
 def events(digest: Digest, summary: Summary) -> list[Panel]:

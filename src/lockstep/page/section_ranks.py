@@ -41,9 +41,9 @@ def ranks(digest: Digest, summary: Summary) -> list[Panel]:
     grid = digest.ranks.grid
     if grid.of("rank compute"):
         layers = [(name, unit, grid.of(f"rank {what}")) for what, name, unit in RANK_LAYERS]
-        note = (
-            "Seconds of a mean step. All ranks take equally long over a step: the slow one is the one that waits least."
-        )
+        note = "Seconds of a mean step."
+        if summary.world_size > 1:
+            note += " All ranks take equally long over a step: the slow one is the one that waits least."
         panels.append(heat("rank_heat", "Ranks over steps", "step", grid, "rank", layers, note))
     if digest.stragglers:
         panels.append(_stragglers(summary))

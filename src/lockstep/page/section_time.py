@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.amounts import bytes_text, duration_text, error_text, seconds_text, share_text
 from lockstep.page.digest import Digest
 from lockstep.page.panels import Curve, Panel, Share, Shares, Stack, Table
 from lockstep.page.series import numbers, places
-from lockstep.page.summary import Compared, Summary
+from lockstep.page.summary import IN_KEPT_STEPS, PARTS_OF_TIME, Compared, Summary
 
 STACK = {
     "compute": "compute",
@@ -23,24 +23,25 @@ STACK_NOTE = (
     "A mean step, mean over ranks. Compute: forward and backward. Optimizer: clipping and the update. Exposed "
     "communication: standing still in collectives, for others or for their numbers; what runs beside the compute is "
     "not in it. Input: waiting for samples. Between steps: the script's own code. Checkpoint stall: what the training "
-    "waited for checkpoints, spread over the steps. Idle: what is in none of these, nor in validation."
+    "waited for checkpoints, spread over the steps. Idle: the rest of the time from report to report, without "
+    "validation, samples and profiling."
 )
 SPENT = {
-    "useful": ("computing", "forward and backward of steps whose result was kept"),
-    "optimizer": ("optimizer", "in the same steps"),
-    "communication": ("exposed communication", "in the same steps: ranks stood still in collectives"),
-    "input": ("input", "in the same steps: waiting for samples"),
-    "between": ("between steps", "the script's own code"),
-    "validation": ("validation", "and test"),
-    "checkpoints": ("checkpoint stalls", "the training waited for them"),
-    "repeated": ("repeated steps", "done again after a restart, taken back, or skipped"),
-    "starting": ("starting", "processes, model, checkpoint, and what the first step takes longer than others"),
-    "stopped": ("stopped", "between attempts: in a queue, or until somebody started it again"),
-    "other": ("other", "no event accounts for it"),
+    "useful": "forward and backward of steps whose result was kept",
+    "optimizer": "in the same steps: clipping and the update",
+    "communication": "in the same steps: ranks stood still in collectives",
+    "input": "in the same steps: waiting for samples",
+    "between": "in the same steps: the script's own code",
+    "validation": "also test, and samples of what the model writes",
+    "checkpoints": "the training waited for them",
+    "profiling": "writing traces, and what profiled steps took longer than others",
+    "repeated": "done again after a restart, taken back, or skipped",
+    "starting": "processes, model, checkpoint, and what the first step took longer than others",
+    "stopped": "between attempts: in a queue, or until somebody started it again",
+    "other": "no event accounts for it",
 }
 NEGLIGIBLE = 1e-3
 """Of a step: a part that is never more is not worth a colour."""
-GOODPUT = ("useful", "optimizer", "communication", "input", "between")
 
 
 def time(digest: Digest, summary: Summary) -> list[Panel]:
@@ -70,13 +71,13 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
 def _whole(summary: Summary) -> Panel:
     spent, goodput = summary.spent, summary.spent.goodput
     parts = [
-        Share(name, round(getattr(spent, field), 3), field in GOODPUT, note)
-        for field, (name, note) in SPENT.items()
+        Share(PARTS_OF_TIME[field], round(getattr(spent, field), 3), field in IN_KEPT_STEPS, note)
+        for field, note in SPENT.items()
         if getattr(spent, field) > 0
     ]
     attempts = f"{len(summary.attempts)} attempt{'' if len(summary.attempts) == 1 else 's'}"
-    said = f"Goodput is the share in steps whose result was kept: {percent(goodput)}." if goodput is not None else ""
-    note = f"From the first event to the last: {seconds_text(spent.whole)}, in {attempts}. {said}"
+    said = f"Goodput is the share in steps whose result was kept: {share_text(goodput)}." if goodput is not None else ""
+    note = f"From the first event to the last: {duration_text(spent.whole)}, in {attempts}. {said}"
     return Shares("spent", "The whole run", "s", parts, note.strip())
 
 
@@ -84,5 +85,5 @@ def _row(name: str, compared: Compared | None, text: object) -> list[list[str]]:
     if compared is None:
         return []
     assert callable(text)
-    error = "-" if compared.error is None else f"{100 * compared.error:+.1f} %"
+    error = "-" if compared.error is None else error_text(compared.error)
     return [[name, text(compared.predicted), "-" if compared.measured is None else text(compared.measured), error]]

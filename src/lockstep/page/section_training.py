@@ -93,6 +93,17 @@ def _restarts(digest: Digest) -> list[Mark]:
     return marks if len(marks) <= MOST_MARKS else marks[-MOST_MARKS:]
 
 
+def _profiles(digest: Digest) -> list[Mark]:
+    """Steps that were recorded, and are slower for it."""
+    ranges = sorted({steps for attempt in digest.attempts.values() for steps in attempt.profiled})
+    return [Mark(first, f"profiled: {steps_text(first, last)}") for first, last in ranges[-MOST_MARKS:]]
+
+
+def steps_text(first: int, last: int) -> str:
+    """Steps in a row."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def _runs(steps: Array, mask: Array, what: str, level: str) -> list[Mark]:
     """Marks for steps with something odd: one for each unbroken row of them, the first ones where they are many."""
     odd = np.flatnonzero(mask)
@@ -102,8 +113,7 @@ def _runs(steps: Array, mask: Array, what: str, level: str) -> list[Mark]:
     marks = []
     for row in rows[:MOST_MARKS]:
         first, last = int(steps[row[0]]), int(steps[row[-1]])
-        where = f"step {first}" if first == last else f"steps {first} to {last}"
-        marks.append(Mark(first, f"{what}: {where}", level))  # type: ignore[arg-type]
+        marks.append(Mark(first, f"{what}: {steps_text(first, last)}", level))  # type: ignore[arg-type]
     if len(rows) > MOST_MARKS:
         more = f", and {len(rows) - MOST_MARKS:,} more times up to step {int(steps[odd[-1]])}"
         marks[-1] = replace(marks[-1], text=marks[-1].text + more)
@@ -132,7 +142,7 @@ def speed(digest: Digest, columns: Columns, summary: Summary) -> list[Panel]:
     item = f"{summary.item}/s"
     kept = columns.where(columns.kept)
     seconds = curve_of("step", kept.step, kept.seconds)
-    marks = _restarts(digest)
+    marks = [*_restarts(digest), *_profiles(digest)]
     panels: list[Panel] = [
         Lines("rate", item.capitalize(), "step", item, rates, note, unit="/s"),
         Lines(

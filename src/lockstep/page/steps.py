@@ -33,7 +33,7 @@ class Columns:
     skipped: Array
     attempt: Array
 
-    def where(self, mask: Array) -> Columns:
+    def where(self, mask: Array | slice) -> Columns:
         """Some of them."""
         return Columns(*(column[mask] for column in vars(self).values()))
 

@@ -40,6 +40,7 @@ class TimeSpent:
     between: float = 0.0
     """The script's own code between steps."""
     validation: float = 0.0
+    """Test and samples are part of it."""
     checkpoints: float = 0.0
     """The training waited for them."""
     repeated: float = 0.0
@@ -48,6 +49,8 @@ class TimeSpent:
     """From the start of an attempt to its first step: processes, model, checkpoint, compiling."""
     stopped: float = 0.0
     """Between two attempts: in a queue, or until somebody started it again."""
+    profiling: float = 0.0
+    """Writing traces, and what profiled steps take longer than others."""
     other: float = 0.0
     """What no event accounts for."""
 
@@ -59,12 +62,31 @@ class TimeSpent:
     @property
     def steps(self) -> float:
         """In steps whose result was kept: useful, optimizer, communication, input and between."""
-        return self.useful + self.input + self.communication + self.optimizer + self.between
+        return float(sum(getattr(self, name) for name in IN_KEPT_STEPS))
 
     @property
     def goodput(self) -> float | None:
         """The share of the time in steps whose result was kept."""
         return self.steps / self.whole if self.whole > 0 else None
+
+
+PARTS_OF_TIME = {
+    "useful": "compute",
+    "optimizer": "optimizer",
+    "communication": "exposed communication",
+    "input": "input",
+    "between": "between steps",
+    "validation": "validation",
+    "checkpoints": "checkpoint stalls",
+    "profiling": "profiling",
+    "repeated": "repeated or skipped steps",
+    "starting": "starting",
+    "stopped": "stopped",
+    "other": "other",
+}
+"""What people read for the fields of `TimeSpent`, the same wherever they are told."""
+IN_KEPT_STEPS = ("useful", "optimizer", "communication", "input", "between")
+"""The goodput."""
 
 
 @dataclass(frozen=True)

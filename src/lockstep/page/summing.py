@@ -42,7 +42,9 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     attempts = [digest.attempts[number] for number in sorted(digest.attempts)]
     began = [attempt for attempt in attempts if math.isfinite(attempt.begin)]
     started = next((one.started for one in reversed(attempts) if one.started), None)
-    step_seconds, rate = typical(columns)
+    profiled = profiled_steps(columns, attempts)
+    usual = ~profiled if profiled.any() and not profiled.all() else slice(None)
+    step_seconds, rate = typical(columns.where(usual))
     told = [one.summary(now, step_seconds or 0.0, is_last=one is began[-1]) for one in began]
     begin = digest.first_time if digest.events else changed or now
     end = max((one.end for one in began), default=begin)
@@ -51,6 +53,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     finite_losses = math.isfinite(kept.loss[-1]) if len(kept) else False
     best = digest.best[-1] if digest.best else (None, None)
     ranks = digest.machines.with_processes(digest.ranks.summaries())
+    on_cpus = started is None or started.device == "cpu"  # a process holds much besides its tensors
     return Summary(
         name=started.run if started and started.run else name,
         state=told[-1].state if told else _state_before(changed, now),
@@ -66,7 +69,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         begin=begin,
         end=end,
         attempts=told,
-        spent=time_spent(digest, columns, began, end - begin),
+        spent=time_spent(digest, columns, profiled, began, end - begin),
         loss=float(kept.loss[-1]) if finite_losses else None,
         best_step=best[0],
         best_loss=best[1],
@@ -86,7 +89,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         kwh_reason=kwh_reason,
         memory=int(digest.ranks.most_memory) or None,
         predicted_step=digest.predicted.step(step_seconds),
-        predicted_memory=digest.predicted.memory,
+        predicted_memory=digest.predicted.memory(None if on_cpus else max((one.memory for one in ranks), default=0)),
         ranks=ranks,
         hosts=digest.machines.host_summaries(Counter(one.host for one in ranks)),
         gpus=digest.machines.gpu_summaries(),
@@ -114,6 +117,17 @@ def _state_before(changed: float, now: float) -> State:
     return Attempt(1, changed, changed).stands(now, 0.0, is_last=True)
 
 
+def profiled_steps(columns: Columns, attempts: Sequence[Attempt]) -> Array:
+    """Which steps a profiler slowed down; on a GPU also the one before those it recorded, when it is switched on."""
+    mask = np.zeros(len(columns), bool)
+    for attempt in attempts:
+        warm_up = 0 if attempt.started and attempt.started.device == "cpu" else 1
+        for first, last in attempt.profiled:
+            within = (columns.step >= first - warm_up) & (columns.step <= last)
+            mask |= within & (columns.attempt == attempt.number)
+    return mask
+
+
 def typical(columns: Columns) -> tuple[float | None, float | None]:
     """Seconds, and items a second, of the median step of the last attempt that did any."""
     if not len(columns):
@@ -127,7 +141,9 @@ def typical(columns: Columns) -> tuple[float | None, float | None]:
     return seconds, float(np.median(rates)) if len(rates) else None
 
 
-def time_spent(digest: Digest, columns: Columns, attempts: Sequence[Attempt], whole: float) -> TimeSpent:
+def time_spent(
+    digest: Digest, columns: Columns, profiled: Array, attempts: Sequence[Attempt], whole: float
+) -> TimeSpent:
     """Where the time went. What no event accounts for is `other`, so that all of it together is the whole time."""
     spent = dict.fromkeys(vars(TimeSpent()), 0.0)
     kept = columns.kept & (columns.skipped == 0)
@@ -136,12 +152,14 @@ def time_spent(digest: Digest, columns: Columns, attempts: Sequence[Attempt], wh
         own = columns.attempt == attempt.number
         seconds = columns.seconds[own]
         excess = _warm_up(seconds)
+        slowed = _slowed(seconds, profiled[own], kept[own])
         starting = attempt.first_done - attempt.first_seconds - attempt.begin
         spent["starting"] += max(0.0, starting) + excess if len(seconds) else attempt.seconds
         spent["repeated"] += float(columns.seconds[own & ~kept].sum())
-        _share_out(spent, attempt, float(columns.seconds[own & kept].sum()), excess)
+        _share_out(spent, attempt, float(columns.seconds[own & kept].sum()), excess + slowed)
         spent["validation"] += attempt.validation
         spent["checkpoints"] += attempt.stalls
+        spent["profiling"] += attempt.profiling + slowed
         spent["stopped"] += max(0.0, attempt.begin - end_before)
         end_before = max(end_before, attempt.end)
     spent["other"] = max(0.0, whole - sum(spent.values()))
@@ -151,6 +169,14 @@ def time_spent(digest: Digest, columns: Columns, attempts: Sequence[Attempt], wh
 def _warm_up(seconds: Array) -> float:
     """What the first step of an attempt took longer than its median one: to compile, to fill caches."""
     return max(0.0, float(seconds[0] - np.median(seconds[1:]))) if len(seconds) > 1 else 0.0
+
+
+def _slowed(seconds: Array, profiled: Array, kept: Array) -> float:
+    """What profiled steps took longer than the median of the others."""
+    if not profiled.any() or profiled.all():
+        return 0.0
+    more = np.where(profiled & kept, seconds - np.median(seconds[~profiled]), 0.0)
+    return float(np.maximum(more[1:], 0.0).sum())  # the first one is slow by itself
 
 
 def _share_out(spent: dict[str, float], attempt: Attempt, in_steps: float, excess: float) -> None:
@@ -172,7 +198,7 @@ def _efficiency(digest: Digest, step_seconds: float | None) -> Efficiency:
     if not digest.flops:
         return Efficiency(None, None, "", None, "the run does not say how many operations a sample costs")
     if last is None or last.started is None or not step_seconds:
-        return Efficiency(None, None, source, None, reason or "no step is done yet")
+        return Efficiency(None, None, source, None, reason or "no step is done")
     rate = per_sample * last.started.global_batch / step_seconds if isinstance(per_sample, float) else None
     most = peak * last.started.world_size if isinstance(peak, float) and peak > 0 else None
     if rate is None or most is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,20 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from lockstep.amounts import bytes_text, percent, seconds_text
-from lockstep.charts import plain
+from lockstep.amounts import (
+    bytes_text,
+    count_text,
+    device_time_text,
+    duration_text,
+    energy_text,
+    error_text,
+    loss_text,
+    percent,
+    seconds_text,
+    share_text,
+)
 from lockstep.folder import EVENTS
-from lockstep.sinks.texts import clock, compact, number, printable
+from lockstep.sinks.texts import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -26,16 +37,6 @@ LABEL = 11
 WIDEST = 100
 LEAST_SHARE = 0.005
 """Of the time: what is less is not named."""
-
-IN_STEPS = ("useful", "communication", "input", "optimizer", "between")
-LOST = {
-    "starting": "starting",
-    "stopped": "not running",
-    "repeated": "steps done again",
-    "checkpoints": "checkpoints",
-    "validation": "validation",
-    "other": "other",
-}
 
 
 def show_closing(folder: Path, terminal: Terminal) -> None:
@@ -72,8 +73,8 @@ def closing_table(summary: Summary, report: Path | None, width: int) -> list[Tex
 
 
 def _wrapped(text: str, width: int) -> Iterator[tuple[bool, str]]:
-    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does 5 %."""
-    joined = text.replace(" %", "\xa0%")
+    """Lines, and whether each is the first. A path stays whole, for whoever copies it, and so does "other 5 %"."""
+    joined = re.sub(r" (?=[\d.]+ %)", "\xa0", text).replace(" %", "\xa0%")
     for place, line in enumerate(textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)):
         yield place == 0, line.replace("\xa0", " ")
 
@@ -84,9 +85,8 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
     rows += [("speed", _speed(summary)), *_time(summary.spent)]
     if summary.memory:
         rows.append(("memory", f"{bytes_text(summary.memory)} on the fullest rank"))
-    devices = "CPU-process-hours" if summary.device == "cpu" else "GPU-hours"
-    energy = f", {plain(summary.kwh)} kWh" if summary.kwh is not None else ""
-    rows.append(("cost", f"{plain(summary.device_hours)} {devices}{energy}"))
+    energy = f", {energy_text(summary.kwh)}" if summary.kwh is not None else ""
+    rows.append(("cost", f"{device_time_text(summary.device_hours, summary.device)}{energy}"))
     compared = [_compared("a step", summary.predicted_step, seconds_text)]
     compared.append(_compared("memory", summary.predicted_memory, bytes_text))
     rows.append(("predicted", "; ".join(text for text in compared if text)))
@@ -96,39 +96,44 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
 
 def _steps(summary: Summary) -> str:
     of = f" of {summary.total_steps}" if summary.total_steps else ""
-    starts = len(summary.attempts)
-    return f"{summary.steps}{of} in {clock(summary.end - summary.begin)}" + (f", {starts} starts" if starts > 1 else "")
+    attempts = len(summary.attempts)
+    tries = f", {attempts} attempts" if attempts > 1 else ""
+    return f"{summary.steps}{of} in {duration_text(summary.spent.whole)}{tries}"
 
 
 def _losses(summary: Summary) -> str:
-    parts = [f"{number(summary.loss)} in training"] if summary.loss is not None else []
+    if not summary.steps:
+        return ""
+    parts = [f"{loss_text(summary.loss)} in training" if summary.loss is not None else "not finite in training"]
     if summary.best_loss is not None:
-        parts.append(f"best in validation {number(summary.best_loss)} (step {summary.best_step})")
+        parts.append(f"best in validation {loss_text(summary.best_loss)} (step {summary.best_step})")
     if summary.test_loss is not None:
-        parts.append(f"test {number(summary.test_loss)}")
+        parts.append(f"test {loss_text(summary.test_loss)}")
     return ", ".join(parts)
 
 
 def _speed(summary: Summary) -> str:
     parts = []
     if summary.items_per_second is not None:
-        parts.append(f"{compact(summary.items_per_second)} {summary.item}/s")
+        parts.append(f"{count_text(summary.items_per_second)} {summary.item}/s")
     if summary.step_seconds is not None:
         parts.append(f"{seconds_text(summary.step_seconds)} a step")
     if summary.mfu is not None:
-        parts.append(f"MFU {percent(summary.mfu)}")
+        parts.append(f"MFU {share_text(summary.mfu)}")
     return ", ".join(parts)
 
 
 def _time(spent: TimeSpent) -> list[tuple[str, str]]:
-    """Where the time went: in steps that were kept, and beside them."""
+    """Where the time went: the goodput and what it is made of, and the rest."""
+    from lockstep.page.summary import IN_KEPT_STEPS, PARTS_OF_TIME
+
     if spent.goodput is None or not math.isfinite(spent.whole):
         return []
-    shares = {name: getattr(spent, name) / spent.whole for name in (*IN_STEPS, *LOST)}
-    kept = _named({("compute" if name == "useful" else name): shares[name] for name in IN_STEPS})
-    lost = _named({text: shares[name] for name, text in LOST.items()})
-    rows = [("time", f"{percent(spent.goodput)} in steps that count" + (f": {kept}" if kept else ""))]
-    return rows + ([("", f"{percent(1 - spent.goodput)} beside them: {lost}")] if lost else [])
+    shares = {name: getattr(spent, name) / spent.whole for name in PARTS_OF_TIME}
+    kept = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name in IN_KEPT_STEPS})
+    lost = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name not in IN_KEPT_STEPS})
+    rows = [("goodput", share_text(spent.goodput) + (f": {kept}" if kept else ""))]
+    return rows + ([("lost time", f"{share_text(1 - spent.goodput)}: {lost}")] if lost else [])
 
 
 def _named(shares: dict[str, float]) -> str:
@@ -140,4 +145,4 @@ def _compared(what: str, compared: Compared | None, text: Callable[[float], str]
     if compared is None or compared.measured is None or compared.error is None:
         return ""
     foretold, came = text(compared.predicted), text(compared.measured)
-    return f"{what} {foretold}, measured {came} ({100 * compared.error:+.0f} %)"
+    return f"{what} {foretold}, measured {came} ({error_text(compared.error)})"

@@ -227,12 +227,14 @@ def start_text(start: Event) -> str:
     one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
     nodes = f" of {start['nodes']} nodes" if start["nodes"] > 1 else ""
     precision = "" if start["precision"] == "fp32" else f", computed in {start['precision']}"
-    steps = "steps" if start["total_steps"] is None else f"{start['total_steps']} steps"
+    steps = (
+        "steps" if start["total_steps"] is None else f"{start['total_steps']} step{'s' * (start['total_steps'] != 1)}"
+    )
     parts = [
         f"{start['run']} on {count} {one if count == 1 else many}{nodes}",
         f"layout {start['layout']}",
         f"{_parameters(start['parameters'])} parameters{precision}",
-        f"{steps} of {start['global_batch']} samples",
+        f"{steps} of {start['global_batch']} sample{'s' * (start['global_batch'] != 1)}",
     ]
     if start["resumed_from_step"] is not None:
         parts.append(f"resumed from step {start['resumed_from_step']}")

@@ -83,7 +83,7 @@ def _head(name: str, run: Watched, now: float, screen: Screen) -> list[Text]:
     if step is not None and total and run.state == "running":
         title.append(f"  {clock(run.pace.seconds_for(total - step['step']))} left")
     if run.attempts > 1:
-        title.append(f"  start {run.attempts}", "yellow")
+        title.append(f"  attempt {run.attempts}", "yellow")
     lines = [title]
     if step is not None and total:
         lines.append(_bar(screen.width - 1, {"█#": step["step"] / total, "░.": 1 - step["step"] / total}, screen))
