@@ -93,7 +93,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Stack:
-    """Parts that add up, over steps or time."""
+    """Parts that add up, over steps or time: each column stands for all from the one before it to its own x."""
 
     id: str
     title: str
@@ -105,6 +105,8 @@ class Stack:
     note: str = ""
     marks: list[Mark] = field(default_factory=list)
     unit: Literal["", "s", "B", "share", "W"] = "s"
+    begin: float | None = None
+    """Where the first column begins; None: it is as wide as the second."""
     kind: Literal["stack"] = "stack"
 
 

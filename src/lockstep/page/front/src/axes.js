@@ -1,6 +1,6 @@
 // What stands beside the axes of a chart: steps, times or numbers of ranks below, amounts on the left.
 import { TIME_STEPS, isByClock, momentText, timeSplits, timeTexts } from "./clock.js";
-import { axisTexts, grouped, logTexts } from "./format.js";
+import { amount, axisTexts, duration, grouped, logTexts } from "./format.js";
 import { ink } from "./theme.js";
 
 const FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif';
@@ -8,25 +8,30 @@ const WHOLE = [1, 2, 5]
   .flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power))
   .sort((a, b) => a - b);
 
+const SPLIT_SECONDS = Array.from({ length: 9 }, (_, power) => [1, 2, 5].map((digit) => digit / 10 ** (9 - power))).flat();
+
 // One place on the x axis in words. Charts over time count from the start of the run.
 export function placeText(kind, x, start) {
   if (kind === "time") return momentText(x + start, start);
+  if (kind === "seconds") return amount(x, "s");
   return kind === "ranks" ? `${grouped(x)} ${x === 1 ? "rank" : "ranks"}` : `step ${grouped(x)}`;
 }
 
 export function placeHeading(kind) {
   if (kind === "time") return isByClock() ? "time" : "time since the start";
+  if (kind === "seconds") return "time";
   return kind === "ranks" ? "ranks" : "step";
 }
 
 export function xAxis(kind, start, xs) {
+  const isTimed = kind === "time" || kind === "seconds";
   const axis = {
     ...common(),
-    label: kind === "time" ? undefined : placeHeading(kind),
+    label: isTimed ? undefined : placeHeading(kind),
     labelSize: 22,
     labelGap: 0,
     labelFont: FONT,
-    space: kind === "time" ? 90 : 70,
+    space: isTimed ? 90 : 70,
     size: 34,
   };
   if (kind === "time") {
@@ -34,6 +39,9 @@ export function xAxis(kind, start, xs) {
     axis.space = () => (isByClock() ? 130 : 90);
     axis.splits = (_, __, low, high, step) => timeSplits(low, high, step, start);
     axis.values = (_, splits, __, ___, step) => timeTexts(splits, step, start);
+  } else if (kind === "seconds") {
+    axis.incrs = [...SPLIT_SECONDS, ...TIME_STEPS.filter((step) => step >= 1)];
+    axis.values = (_, splits) => secondsTexts(splits);
   } else {
     axis.incrs = WHOLE;
     axis.values = (_, splits) => splits.map((value) => grouped(value));
@@ -50,6 +58,23 @@ export function yAxis(unit, isLog) {
     space: 44,
     values: (_, splits) => (isLog ? logTexts(decades(splits), unit) : axisTexts(splits, unit)),
   };
+}
+
+function secondsTexts(splits) {
+  const most = Math.max(...splits.map(Math.abs));
+  return most < 60 ? axisTexts(splits, "s") : splits.map((seconds) => (seconds === 0 ? "0" : duration(seconds)));
+}
+
+// How far the labels below may stand out on either side: half of the first and the last one, where they are near the end.
+export function overhang(chart, isRight) {
+  const { _values: texts, _splits: splits } = chart.axes?.[0] ?? {};
+  const { min, max } = chart.scales?.x ?? {};
+  if (!texts?.length || !splits?.length || !(max > min)) return 0;
+  const at = isRight ? splits.length - 1 : 0;
+  const half = widest(chart, [texts[at]]) / 2;
+  const away = ((isRight ? max - splits[at] : splits[at] - min) / (max - min)) * (chart.bbox.width / devicePixelRatio);
+  const beside = isRight ? 0 : (chart.axes[1]._size ?? 0);
+  return Math.max(0, Math.ceil(half - away - beside) + 2);
 }
 
 function common() {

@@ -1,9 +1,9 @@
 // A chart of curves: uPlot draws it, and the legend, the zoom and the keys are ours.
 import uPlot from "uplot";
-import { logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
+import { logRange, overhang, xAxis, xRange, yAxis, yRange } from "./axes.js";
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
-import { dotted, nearest } from "./models.js";
+import { columnAt, dotted, nearest } from "./models.js";
 import { same } from "./same.js";
 import { colour, dash, ink, mix, onTheme, seeThrough } from "./theme.js";
 
@@ -34,7 +34,7 @@ export function plot(model, hidden, options) {
   }
 
   function report() {
-    const at = chart?.cursor.idx;
+    const at = chart?.cursor.idxs?.[0];
     if (at === null || at === undefined || chart.cursor.left < 0) return state.options.onPlace(null);
     const near = state.options.marks.find((mark) => Math.abs(chart.valToPos(mark.x, "x") - chart.cursor.left) < NEAR);
     return state.options.onPlace({ at, mark: near?.text ?? null });
@@ -43,7 +43,7 @@ export function plot(model, hidden, options) {
   // Moves the cursor to a column, as the mouse would.
   function pointAt(at) {
     const xs = state.model.columns[0];
-    const place = Math.max(0, Math.min(xs.length - 1, at));
+    const place = Math.max(state.model.first, Math.min(xs.length - 1, at));
     const { min, max } = chart.scales.x;
     if (state.zoom && (xs[place] < min || xs[place] > max)) {
       const half = (max - min) / 2;
@@ -55,7 +55,8 @@ export function plot(model, hidden, options) {
   function zoomBy(factor) {
     const { min, max } = chart.scales.x;
     const xs = state.model.columns[0];
-    const middle = chart.cursor.idx === null || chart.cursor.idx === undefined ? (min + max) / 2 : xs[chart.cursor.idx];
+    const at = chart.cursor.idxs?.[0];
+    const middle = at === null || at === undefined ? (min + max) / 2 : xs[at];
     const half = ((max - min) / 2) * factor;
     const [low, high] = [Math.max(xs[0], middle - half), Math.min(xs[xs.length - 1], middle + half)];
     zoomTo(low <= xs[0] && high >= xs[xs.length - 1] ? null : { min: low, max: high });
@@ -63,7 +64,7 @@ export function plot(model, hidden, options) {
 
   holder.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !chart) return;
-    const at = chart.cursor.idx ?? state.model.columns[0].length;
+    const at = chart.cursor.idxs?.[0] ?? state.model.columns[0].length;
     const far = event.shiftKey ? 10 : 1;
     const keys = {
       ArrowLeft: () => pointAt(at - far),
@@ -164,7 +165,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     width: PRINTED.width,
     height: PRINTED.height,
     legend: { show: false },
-    padding: [14, 16, 0, 0],
+    padding: [14, (chart) => Math.max(16, overhang(chart, true)), 0, (chart) => overhang(chart, false)],
     scales: {
       x: { time: false, range: (_, low, high) => xRange(low, high) },
       y: {
@@ -179,7 +180,12 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       y: false,
       drag: { x: true, y: false, setScale: false, dist: 6 },
       bind: { dblclick: () => () => zoomTo(null) },
-      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at, chart.data[0])),
+      dataIdx: (chart, number, at, x) => {
+        const xs = chart.data[0];
+        if (!options.isStacked) return number === 0 ? at : nearest(chart.data[number], at, xs);
+        const pixel = chart.posToVal(1, "x") - chart.posToVal(0, "x");
+        return columnAt(xs, x - pixel, model.first);
+      },
       points: {
         size: 9,
         fill: (chart, number) => colour(numberOf(model, number)),
@@ -225,7 +231,13 @@ function isDrawn(model, at) {
 function look(curve, number) {
   const stroke = () => colour(number);
   if (curve.style === "area")
-    return { stroke, width: 1, fill: () => mix(colour(number), ink("card"), 0.35), points: { show: false } };
+    return {
+      stroke,
+      width: 1,
+      fill: () => mix(colour(number), ink("card"), 0.35),
+      paths: uPlot.paths.stepped({ align: -1 }),
+      points: { show: false },
+    };
   if (curve.style === "points")
     return { stroke, width: 0, paths: () => null, points: { show: true, size: 8, fill: stroke, stroke, width: 1 } };
   return {

@@ -120,7 +120,8 @@ function curvesPanel(first, context, frame, isStacked) {
       isStacked && (place ? place.at : end) >= 0
         ? `together ${amount(model.total[place ? place.at : end], panel.unit)}`
         : "";
-    const where = place ? placeText(panel.x, xs[place.at], context.start()) : "last values";
+    const isOne = xs.length === model.first + 1;
+    const where = place || isOne ? placeText(panel.x, xs[place?.at ?? model.first], context.start()) : "last values";
     keys.tell(place?.mark ? `${where}: ${place.mark}` : where, texts, total);
     if (place && document.activeElement === chart.element) {
       context.announce(
@@ -175,7 +176,7 @@ function inWords(panel, model, start) {
     return `${curve.name}: from ${amount(range[0], panel.unit)} to ${amount(range[1], panel.unit)}, last ${amount(values[last], panel.unit)} at ${placeText(panel.x, xs[last], start)}`;
   });
   const more = model.curves.length - curves.length;
-  const between = `${placeText(panel.x, xs[0], start)} to ${placeText(panel.x, xs[xs.length - 1], start)}`;
+  const between = `${placeText(panel.x, xs[model.first], start)} to ${placeText(panel.x, xs[xs.length - 1], start)}`;
   return `${panel.title}: chart of ${panel.y || "values"}, ${between}. ${curves.join(". ")}.${more > 0 ? ` And ${more} more.` : ""} Arrow keys read values, + and - zoom.`;
 }
 
@@ -194,7 +195,7 @@ function asTable(panel, model, start) {
       bands[number] ? [curve.name, `${curve.name}, lowest`, `${curve.name}, highest`] : [curve.name],
     ),
   ];
-  const places = [...new Set([...xs, ...texts.keys()])].sort((a, b) => a - b);
+  const places = [...new Set([...xs.slice(model.first), ...texts.keys()])].sort((a, b) => a - b);
   const at = new Map(xs.map((x, number) => [x, number]));
   const row = (x) => [
     placeText(panel.x, x, start).replace(/^step /, ""),

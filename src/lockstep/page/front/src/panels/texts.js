@@ -4,8 +4,9 @@ import { amount, percent } from "../format.js";
 import { colour, onTheme } from "../theme.js";
 import { table } from "../tables.js";
 
-const GOOD = [2, 0, 8];
-const LOST = [1, 3, 4, 7, 6, 5];
+// Neighbours are far apart; a colour of the one comes again in the other only hatched.
+const GOOD = [2, 0, 5, 6, 8];
+const LOST = [1, 3, 4, 7, 0, 5];
 
 export function tablePanel(first) {
   const element = make("div");
@@ -108,7 +109,7 @@ export function sharesPanel(first) {
   };
 }
 
-// Useful parts in the cool colours, lost ones in the others, which are also hatched.
+// Useful parts are plain, lost ones are also hatched.
 function pick(parts) {
   let [good, lost] = [0, 0];
   return parts.map((part) => (part.good ? GOOD[good++ % GOOD.length] : LOST[lost++ % LOST.length]));
