@@ -88,6 +88,8 @@ class Lines:
     """How the page writes values: seconds, bytes, a share of 1 as per cent, watts, a rate."""
     most: float | None = None
     """The end of the y axis where it is known, such as 1 for shares."""
+    from_zero: bool = False
+    """Begin the y axis at 0, as it does with a unit: for amounts, such as degrees, that none of the units fits."""
     kind: Literal["lines"] = "lines"
 
 

@@ -48,6 +48,8 @@ export function xAxis(kind, start, xs) {
     const places = [...new Set(xs)];
     if (kind === "ranks" && places.length <= 12) axis.splits = () => places;
   }
+  const texts = axis.values;
+  axis.values = (chart, splits, ...rest) => fitting(chart, splits, texts(chart, splits, ...rest));
   return axis;
 }
 
@@ -65,16 +67,18 @@ function secondsTexts(splits) {
   return most < 60 ? axisTexts(splits, "s") : splits.map((seconds) => (seconds === 0 ? "0" : duration(seconds)));
 }
 
-// How far the labels below may stand out on either side: half of the first and the last one, where they are near the end.
-export function overhang(chart, isRight) {
-  const { _values: texts, _splits: splits } = chart.axes?.[0] ?? {};
-  const { min, max } = chart.scales?.x ?? {};
-  if (!texts?.length || !splits?.length || !(max > min)) return 0;
-  const at = isRight ? splits.length - 1 : 0;
-  const half = widest(chart, [texts[at]]) / 2;
-  const away = ((isRight ? max - splits[at] : splits[at] - min) / (max - min)) * (chart.bbox.width / devicePixelRatio);
-  const beside = isRight ? 0 : (chart.axes[1]._size ?? 0);
-  return Math.max(0, Math.ceil(half - away - beside) + 2);
+// The first and the last label may stand out a little; one that would be cut is left out.
+export const BESIDE = 24;
+
+function fitting(chart, splits, texts) {
+  const { min, max } = chart.scales.x;
+  const room = (share) => share * (chart.bbox.width / devicePixelRatio);
+  return texts.map((text, at) => {
+    const half = widest(chart, [text]) / 2;
+    const left = room((splits[at] - min) / (max - min)) + (chart.axes[1]._size ?? 0);
+    const right = room((max - splits[at]) / (max - min)) + BESIDE;
+    return half <= left && half <= right ? text : "";
+  });
 }
 
 function common() {
@@ -118,15 +122,19 @@ export function xRange(low, high) {
   return [low, high];
 }
 
+const FLAT = 1e-3;
+
 // The ends of the y axis. An amount begins at 0, a bare number (a loss) where its values are.
-export function yRange(low, high, { unit, most, isStacked }) {
+export function yRange(low, high, { unit, most, isStacked, fromZero }) {
   if (low === null || low === undefined || !Number.isFinite(low)) return [0, most ?? 1];
-  if (unit !== "" || isStacked) {
+  if (unit !== "" || isStacked || fromZero) {
     const bottom = Math.min(0, low * 1.05);
     if (most !== null && most !== undefined && high <= most * 1.0001) return [bottom, most];
     return [bottom, high > 0 ? high * 1.06 : bottom < 0 ? 0 : 1];
   }
-  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  // What hardly changes is drawn as such, and not as if its last digits were mountains.
+  const isFlat = high - low < FLAT * Math.max(Math.abs(high), Math.abs(low));
+  const room = isFlat ? Math.max(Math.abs(high), Math.abs(low)) * 0.06 : (high - low) * 0.06 || 1;
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 

@@ -1,6 +1,6 @@
 // A chart of curves: uPlot draws it, and the legend, the zoom and the keys are ours.
 import uPlot from "uplot";
-import { logRange, overhang, xAxis, xRange, yAxis, yRange } from "./axes.js";
+import { BESIDE, logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
 import { columnAt, dotted, nearest } from "./models.js";
@@ -11,8 +11,9 @@ const PRINTED = { width: 680, height: 250 };
 const MARK_COLOURS = { good: "good", info: "quiet", warning: "warning", error: "error" };
 const NEAR = 8;
 const FEW = 16;
+const MANY_MARKS = 8;
 
-// `options`: x (kind), unit, most, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
+// `options`: x (kind), unit, most, fromZero, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
 // go together) and what to call: onPlace({at, mark} or null), onZoom(isZoomed).
 export function plot(model, hidden, options) {
   const holder = make("div", { class: "plot", role: "img", tabindex: "0", "aria-label": options.label });
@@ -140,7 +141,7 @@ function sameCurves(a, b) {
 }
 
 function sameSettings(a, b) {
-  return ["x", "unit", "most", "isLog", "start"].every((field) => a[field] === b[field]) && same(a.marks, b.marks);
+  return ["x", "unit", "most", "fromZero", "isLog", "start"].every((field) => a[field] === b[field]) && same(a.marks, b.marks);
 }
 
 function room(holder) {
@@ -165,7 +166,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     width: PRINTED.width,
     height: PRINTED.height,
     legend: { show: false },
-    padding: [14, (chart) => Math.max(16, overhang(chart, true)), 0, (chart) => overhang(chart, false)],
+    padding: [14, BESIDE, 0, 0],
     scales: {
       x: { time: false, range: (_, low, high) => xRange(low, high) },
       y: {
@@ -211,7 +212,8 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
           zoomTo({ min, max });
         },
       ],
-      draw: [(chart) => drawMarks(chart, options.marks)],
+      // Behind the lines, but not behind areas, which would hide them.
+      [options.isStacked ? "draw" : "drawAxes"]: [(chart) => drawMarks(chart, options.marks)],
     },
   };
 }
@@ -259,17 +261,23 @@ function drawMarks(chart, marks) {
   const { ctx } = chart;
   const { left, top, width, height } = chart.bbox;
   const scale = devicePixelRatio;
+  const isMuch = marks.length > MANY_MARKS;
+  let flagged = -Infinity;
   ctx.save();
   for (const mark of marks) {
     const x = chart.valToPos(mark.x, "x", true);
     if (x < left - 1 || x > left + width + 1) continue;
     ctx.strokeStyle = ctx.fillStyle = ink(MARK_COLOURS[mark.level] ?? "quiet");
-    ctx.lineWidth = 1.5 * scale;
+    ctx.lineWidth = (isMuch ? 1 : 1.5) * scale;
+    ctx.globalAlpha = isMuch ? 0.6 : 1;
     ctx.setLineDash(mark.level === "error" ? [] : [4 * scale, 3 * scale]);
     ctx.beginPath();
     ctx.moveTo(x, top);
     ctx.lineTo(x, top + height);
     ctx.stroke();
+    if (x - flagged < 11 * scale) continue;
+    flagged = x;
+    ctx.globalAlpha = 1;
     ctx.beginPath();
     ctx.moveTo(x - 5 * scale, top - 8 * scale);
     ctx.lineTo(x + 5 * scale, top - 8 * scale);

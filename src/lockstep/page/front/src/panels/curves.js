@@ -62,6 +62,7 @@ function curvesPanel(first, context, frame, isStacked) {
       x: panel.x,
       unit: panel.unit,
       most: panel.most ?? null,
+      fromZero: panel.from_zero ?? false,
       isLog,
       isStacked,
       start: context.start(),
@@ -83,6 +84,7 @@ function curvesPanel(first, context, frame, isStacked) {
       legendPlace.replaceChildren(keys.element);
     }
     setText(yName, panel.y);
+    yName.hidden = panel.y.toLowerCase() === panel.title.toLowerCase();
     setText(
       lost,
       model.lost > 0

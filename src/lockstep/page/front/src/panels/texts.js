@@ -24,7 +24,7 @@ export function tablePanel(first) {
 export function textPanel(first) {
   const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": `${first.title}: text` });
   const update = (panel) => {
-    if (panel.language === "toml") element.replaceChildren(...panel.text.split("\n").map(tomlLine));
+    if (panel.language === "toml") element.replaceChildren(...panel.text.trimEnd().split("\n").map(tomlLine));
     else setText(element, panel.text);
   };
   update(first);
