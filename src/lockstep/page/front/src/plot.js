@@ -7,7 +7,8 @@ import { columnAt, dotted, nearest } from "./models.js";
 import { same } from "./same.js";
 import { colour, dash, ink, mix, onTheme, seeThrough } from "./theme.js";
 
-const PRINTED = { width: 680, height: 250 };
+// Three charts to a page.
+const PRINTED = { width: 680, height: 190 };
 const MARK_COLOURS = { good: "good", info: "quiet", warning: "warning", error: "error" };
 const NEAR = 8;
 const FEW = 16;

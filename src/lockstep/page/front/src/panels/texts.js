@@ -1,7 +1,8 @@
 // Tables and texts as they are, and a whole cut into shares.
 import { make, setText } from "../dom.js";
 import { amount, percent } from "../format.js";
-import { colour, onTheme } from "../theme.js";
+import { PRINTED_WIDTH } from "../drawing.js";
+import { colour, isOnPaper, onTheme } from "../theme.js";
 import { table } from "../tables.js";
 
 // Neighbours are far apart; a colour of the one comes again in the other only hatched.
@@ -61,7 +62,7 @@ export function sharesPanel(first) {
       const piece = make("div", { class: part.good ? "share" : "share share-lost", title: text(part) }, label);
       piece.style.flexGrow = String(part.share);
       piece.style.backgroundColor = colour(part.colour);
-      return { piece, label, texts: [text(part), percent(part.share), ""] };
+      return { piece, label, share: part.share, texts: [text(part), percent(part.share), ""] };
     });
     bar.replaceChildren(...pieces.map(({ piece }) => piece));
     name();
@@ -84,10 +85,11 @@ export function sharesPanel(first) {
 
   // The name of a part where there is room for it, else its share, else nothing.
   function name() {
-    for (const { piece, label, texts } of pieces) {
+    for (const { piece, label, texts, share } of pieces) {
+      const room = isOnPaper() ? share * (PRINTED_WIDTH - 40) : piece.clientWidth;
       for (const text of texts) {
         setText(label, text);
-        if (label.offsetWidth <= piece.clientWidth - 14) break;
+        if (label.offsetWidth <= room - 14) break;
       }
     }
   }
