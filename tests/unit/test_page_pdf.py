@@ -192,7 +192,7 @@ def test_the_extremes_of_a_long_curve_are_printed() -> None:
 
 def test_a_stack_is_drawn_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     paper, drawn = Paper("one", "foot", START), []
-    monkeypatch.setattr(paper, "polygon", lambda points, style: drawn.append(points))
+    monkeypatch.setattr(paper, "polygon", lambda points, **_: drawn.append(points))
     draw_panel(paper, p.Stack("a", "A", "step", "y", [20.0, 100.0], [p.Curve("c", [], [1.0, 4.0])], begin=0.0))
     (points,) = drawn
     left, right = points[0][0], points[3][0]

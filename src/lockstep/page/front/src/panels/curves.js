@@ -67,7 +67,7 @@ function curvesPanel(first, context, frame, isStacked) {
       isStacked,
       start: context.start(),
       group: context.group,
-      marks: panel.marks.map((mark) => ({ ...mark, x: panel.x === "time" ? mark.x - context.start() : mark.x })),
+      marks: inOrder(panel.marks).map((mark) => ({ ...mark, x: panel.x === "time" ? mark.x - context.start() : mark.x })),
       label: inWords(panel, model, context.start()),
       onPlace: tell,
       onZoom: (isZoomed) => setAttribute(reset, "hidden", !isZoomed),
@@ -136,7 +136,7 @@ function curvesPanel(first, context, frame, isStacked) {
   }
 
   function listMarks() {
-    const shown = panel.marks
+    const shown = inOrder(panel.marks)
       .slice(0, LISTED_MARKS)
       .map((mark) =>
         make(
@@ -164,6 +164,10 @@ function curvesPanel(first, context, frame, isStacked) {
       chart.remove();
     },
   };
+}
+
+function inOrder(marks) {
+  return [...marks].sort((a, b) => a.x - b.x);
 }
 
 // The range and the last value of each curve, for those who hear the chart.
