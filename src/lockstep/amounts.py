@@ -21,7 +21,7 @@ def seconds_text(seconds: float) -> str:
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= ROUNDED_UP * unit:
             return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"
 
 
 def percent(share: float) -> str:

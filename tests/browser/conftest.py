@@ -73,11 +73,17 @@ def open_page(browser: Any, file_of: Callable[[Page], Path]) -> Iterator[OpenPag
         if page is not None:
             url = file_of(page).as_uri()
 
+        # A file may ask for nothing but itself, a board's page for what is the board's.
+        own = "/".join(url.split("/")[:3]) + "/" if url.startswith("http:") else url
+        tab.asked = []
+
         def watched(route: Any) -> None:
-            if route.request.url.partition("#")[0] in (url, url.replace("/page", "/data")):
+            asked = route.request.url.partition("#")[0]
+            tab.asked.append(asked)
+            if asked.startswith(own):
                 route.continue_()
             else:
-                problems.append(f"asked for {route.request.url}")
+                problems.append(f"asked for {asked}")
                 route.abort()
 
         tab.route("**/*", watched)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.page.html import data_text, page_html
-from lockstep.page.panels import Page, Section
+from lockstep.page.panels import Curve, Heat, Layer, Lines, Page, Section, Share, Shares, Stack, Table
 from tests.browser import example
 from tests.browser.conftest import OpenPage
 
@@ -137,6 +137,73 @@ def test_a_hidden_part_of_a_stack_leaves_the_sum(open_page: OpenPage) -> None:
     assert "together 200 ms" in chart.locator(".legend").inner_text()
     chart.get_by_role("button", name="compute").click()
     assert "together 0 s" in chart.locator(".legend").inner_text()
+
+
+def test_a_column_of_a_stack_goes_from_the_x_before_to_its_own(open_page: OpenPage) -> None:
+    parts = [Curve("compute", [20.0, 100.0], [0.1, 0.4])]
+    tab = open_page(with_panels([Stack("stack", "Parts", "step", "seconds", [20.0, 100.0], parts, begin=0.0)]))
+    chart = panel(tab, "Parts")
+    box = chart.locator(".u-over").bounding_box()
+    for share, said in ((0.03, "step 20"), (0.17, "step 20"), (0.23, "step 100"), (0.99, "step 100")):
+        tab.mouse.move(box["x"] + share * box["width"], box["y"] + 50)
+        assert chart.locator(".legend-place").inner_text() == said
+    filled = [
+        tab.evaluate(
+            """([canvas, x, y]) => {
+              const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
+              copy.drawImage(canvas, 0, 0);
+              return copy.getImageData(x, y, 1, 1).data[3] > 0;
+            }""",
+            [
+                chart.locator("canvas").element_handle(),
+                box["x"] + share * box["width"] - chart.locator("canvas").bounding_box()["x"],
+                box["y"] + box["height"] / 2 - chart.locator("canvas").bounding_box()["y"],
+            ],
+        )
+        for share in (0.05, 0.17, 0.23, 0.95)
+    ]
+    assert filled == [False, False, True, True], "half of the height is above the first column, and in the second"
+    chart.get_by_role("button", name="Table").click()
+    assert chart.locator("tr").all_inner_texts() == ["step\tcompute", "20\t100 ms", "100\t400 ms"]
+
+
+def test_seconds_have_an_axis_of_their_own(open_page: OpenPage) -> None:
+    curve = Curve("memory", [0.0, 0.25, 0.5], [1e6, 3e6, 2e6])
+    tab = open_page(with_panels([Lines("memory", "Memory", "seconds", "bytes", [curve], unit="B")]))
+    chart = panel(tab, "Memory")
+    assert "0 s to 500 ms." in chart.get_by_role("img").get_attribute("aria-label")
+    chart.get_by_role("img").press("Home")
+    chart.get_by_role("img").press("ArrowRight")
+    assert chart.locator(".legend-place").inner_text() == "250 ms"
+    chart.get_by_role("button", name="Table").click()
+    assert chart.locator("tr").all_inner_texts()[:2] == ["time\tmemory", "0 s\t1 MB"]
+
+
+def test_long_cells_wrap_numbers_do_not_and_neighbouring_shares_differ(open_page: OpenPage) -> None:
+    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*>>"
+    cells = Table("gaps", "Gaps", ["at", "after", "before"], [["781 ms", kernel, kernel]], [True, False, False])
+    parts = [Share(name, amount, number < 5) for number, (name, amount) in enumerate(
+        [("a", 1000.0), ("b", 0.1), ("c", 50.0), ("d", 40.0), ("e", 30.0), ("f", 20.0), ("g", 10.0), ("h", 9.0)]
+    )]  # fmt: skip
+    tab = open_page(with_panels([cells, Shares("whole", "Whole", "s", parts)]))
+    scroll = panel(tab, "Gaps").locator(".scroll")
+    assert scroll.evaluate("(one) => one.scrollWidth <= one.clientWidth"), "all columns fit"
+    shares = panel(tab, "Whole")
+    little = shares.locator(".share-part", has_text="< 0.1 %").bounding_box()
+    assert little["height"] == shares.locator(".share-part").first.bounding_box()["height"], "on one line"
+    colours = shares.locator(".share").evaluate_all("(all) => all.map((one) => one.style.backgroundColor)")
+    assert len(set(colours)) == len(parts)
+
+
+def test_a_heat_map_whose_values_are_alike_says_so(open_page: OpenPage) -> None:
+    layer = Layer("busy", "share", [[0.9, 0.9], [0.9, 0.9]])
+    tab = open_page(with_panels([Heat("heat", "Busy", "step", [1.0, 2.0], ["rank 0", "rank 1"], [layer])]))
+    assert panel(tab, "Busy").locator(".scale").inner_text() == "90 % everywhere"
+
+
+def test_one_point_alone_says_where_it_is(open_page: OpenPage) -> None:
+    tab = open_page(example.sparse_page())
+    assert panel(tab, "One step").locator(".legend-place").inner_text() == "step 1"
 
 
 def test_the_mouse_reads_values_and_drags_a_zoom_which_a_double_click_resets(open_page: OpenPage) -> None:

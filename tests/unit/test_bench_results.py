@@ -170,8 +170,8 @@ def test_bytes_and_seconds_for_people_never_round_up_to_a_thousand() -> None:
     assert [bytes_text(count) for count in (12, 996, 1000, 64e3, 999_996, 65.5e6, 1e9, 2e12)] == [
         *("12 B", "996 B", "1 kB", "64 kB", "1 MB", "65.5 MB", "1 GB", "2 TB")
     ]
-    assert [seconds_text(seconds) for seconds in (34.4e-6, 0.99997e-3, 0.0123, 2.5, 119, 1090)] == [
-        *("34.4 us", "1 ms", "12.3 ms", "2.5 s", "119 s", "18.2 min")
+    assert [seconds_text(seconds) for seconds in (0.0, 34.4e-6, 0.99997e-3, 0.0123, 2.5, 119, 1090)] == [
+        *("0 s", "34.4 µs", "1 ms", "12.3 ms", "2.5 s", "119 s", "18.2 min")
     ]
 
 
@@ -183,4 +183,4 @@ def test_the_matrix_marks_what_is_slow_even_where_most_links_are() -> None:
     text = terminal.file.getvalue()
     assert re.search(r"^2 c +0\.1! +0\.1! +\.", text, re.M)
     assert re.search(r"^0 a +\. +2 +0\.1!", text, re.M)
-    assert "between nodes: median 0.1 GB/s, 10 us (3 pairs); expected: 1.5 GB/s (cluster big)" in text
+    assert "between nodes: median 0.1 GB/s, 10 µs (3 pairs); expected: 1.5 GB/s (cluster big)" in text

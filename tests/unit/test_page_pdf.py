@@ -113,6 +113,8 @@ ALLOWED = {
         p.Stack("a", "A", "step", "y", [], []),
         p.Stack("a", "A", "step", "y", [5.0], [p.Curve("c", [5.0], [1.0]), p.Curve("d", [5.0], [None])]),
         p.Stack("a", "A", "time", "y", [START, START + 1], [p.Curve("c", [START, START + 1], [NAN, -1.0])]),
+        p.Stack("a", "A", "step", "y", [5.0, 9.0], [p.Curve("c", [5.0, 9.0], [1.0, 2.0])], begin=3.0),
+        p.Lines("a", "A", "seconds", "y", [p.Curve("c", [0.0, 0.25], [1.0, 2.0])], unit="B"),
         p.Shares("a", "A", "s", []),
         p.Shares("a", "A", "items", [p.Share("none", 0.0), p.Share("odd", NAN)]),
         p.Heat("a", "A", "step", [], [], []),
@@ -186,6 +188,18 @@ def test_the_extremes_of_a_long_curve_are_printed() -> None:
     assert len(kept) < 2000
     assert {(31.337, 9.0), (77.777, -9.0), points[0], points[-1]} <= set(kept)
     assert kept == sorted(kept)
+
+
+def test_a_stack_is_drawn_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper, drawn = Paper("one", "foot", START), []
+    monkeypatch.setattr(paper, "polygon", lambda points, **_: drawn.append(points))
+    draw_panel(paper, p.Stack("a", "A", "step", "y", [20.0, 100.0], [p.Curve("c", [], [1.0, 4.0])], begin=0.0))
+    (points,) = drawn
+    left, right = points[0][0], points[3][0]
+    assert [x for x, _ in points[:4]] == pytest.approx([left, *[left + 0.2 * (right - left)] * 2, right])
+    heights = [points[-1][1] - y for _, y in points[:4]]
+    assert heights[0] == heights[1] > 0
+    assert heights[2] == heights[3] == pytest.approx(4 * heights[0])
 
 
 def test_ticks_of_time_are_round_and_few() -> None:

@@ -109,6 +109,18 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
     assert max(stalls.y) > 0
     assert "idle" not in last
     assert stack.at == stack.parts[0].x
+    assert stack.begin == 0
+
+
+def test_the_first_column_of_a_log_that_begins_later_begins_there(tmp_path: Path) -> None:
+    made = replace(PLAIN, fails_after=(60,), save_every=50)
+    lines = [json.dumps(event) for event in run_events(made) if event["attempt"] == 2]
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reader = RunReader(tmp_path / "later")
+    reader.read()
+    stack = panel(reader.page(LATER), "step_time")
+    assert (stack.begin, stack.at[0]) == (50, 55)
 
 
 def test_the_whole_run_is_one_bar(tmp_path: Path) -> None:

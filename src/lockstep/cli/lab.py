@@ -228,7 +228,7 @@ def _rows(asked: Asked, everything: list[Shown], measured: Measured | None) -> l
 def _show_times(asked: Asked, rows: list[dict[str, Any]], measured: Measured | None, terminal: Terminal) -> None:
     from rich.table import Table
 
-    alpha = f", {1e6 * measured.link.alpha:.0f} us a message (measured)" if measured else ""
+    alpha = f", {1e6 * measured.link.alpha:.0f} µs a message (measured)" if measured else ""
     on = f"{asked.ranks} rank{'s' if asked.ranks > 1 else ''}"
     about = f"{bytes_text(asked.size)} on {on}, {bytes_text(asked.bytes_per_second)}/s each way"
     terminal.print(f"\n{about}{alpha}", style="bold")

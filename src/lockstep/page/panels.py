@@ -88,12 +88,14 @@ class Lines:
     """How the page writes values: seconds, bytes, a share of 1 as per cent, watts, a rate."""
     most: float | None = None
     """The end of the y axis where it is known, such as 1 for shares."""
+    from_zero: bool = False
+    """Begin the y axis at 0, as it does with a unit: for amounts, such as degrees, that none of the units fits."""
     kind: Literal["lines"] = "lines"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Parts that add up, over steps or time."""
+    """Parts that add up, over steps or time: each column stands for all from the one before it to its own x."""
 
     id: str
     title: str
@@ -105,6 +107,8 @@ class Stack:
     note: str = ""
     marks: list[Mark] = field(default_factory=list)
     unit: Literal["", "s", "B", "share", "W"] = "s"
+    begin: float | None = None
+    """Where the first column begins; None: it is as wide as the second."""
     kind: Literal["stack"] = "stack"
 
 

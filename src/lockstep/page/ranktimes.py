@@ -34,6 +34,7 @@ class RankTimes:
         self._places: tuple[int, Array] = (-1, np.empty(0, np.intp))
         self._attempt = 0
         self._since = (0.0, 0.0, 0.0)  # the time when the ranks told before, what was accounted for by then, stalls
+        self.first_step = 0
         self._last_step = 0
         self._steps = 0.0
         self._sums: Array = np.zeros((len(LISTS), 0))
@@ -108,6 +109,8 @@ class RankTimes:
             names = [("steps", EVERYONE), *((part, EVERYONE) for part in PARTS)]
             names += [(f"rank {what}", str(rank)) for what in SHOWN for rank in range(count)]
             self._places = (count, self.grid.places_of(names))
+        begin = step - steps
+        self.first_step = min(self.first_step, begin) if self._last_step else begin
         if step <= self._last_step:
             self.grid.go_back(max(1, step - steps + 1))
         self._last_step = step

@@ -112,7 +112,7 @@ def _lines(id: str, title: str, y: str, unit: Unit, grid: Grid, groups: dict[str
     if not curves:
         return []
     most = 1.0 if unit == "share" else None
-    return [Lines(id, title, "time", y, curves, note, unit=unit, most=most)]
+    return [Lines(id, title, "time", y, curves, note, unit=unit, most=most, from_zero=True)]
 
 
 def _over_rows(join: object, values: Array) -> Array:

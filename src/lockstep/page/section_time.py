@@ -54,7 +54,8 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
         curves = [Curve(name, at, numbers(parts[part], 4)) for part, name in STACK.items() if parts[part].max() > least]
         looks = digest.ranks.grid.looks_of_each
         note = STACK_NOTE + (f" Each column is the mean of {looks} reports." if looks > 1 else "")
-        panels.append(Stack("step_time", "Time of a step", "step", "seconds of a step", at, curves, note))
+        begin = float(digest.ranks.first_step)
+        panels.append(Stack("step_time", "Time of a step", "step", "seconds of a step", at, curves, note, begin=begin))
     if summary.spent.whole > 0:
         panels.append(_whole(summary))
     if rows := [

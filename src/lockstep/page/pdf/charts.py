@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import TypeGuard
 
 from lockstep.charts import Axis
@@ -54,7 +55,7 @@ class Frame:
 
 
 def draw_lines(paper: Paper, panel: Lines) -> None:
-    """Lines over steps, time or ranks, each with the band between its extremes."""
+    """Lines over steps, time, ranks or seconds, each with the band between its extremes."""
     names = [(curve.name, STROKES[n % len(STROKES)], _dash(n, curve)) for n, curve in enumerate(panel.curves)]
     values = [v for c in panel.curves for part in (c.y, c.low or (), c.high or ()) for v in part if is_number(v)]
     is_log = panel.log and any(value > 0 for value in values)
@@ -62,7 +63,7 @@ def draw_lines(paper: Paper, panel: Lines) -> None:
     if not values:
         say_instead(paper, "no values yet")
         return
-    y = _y_axis(values, is_log, panel.unit, panel.most)
+    y = _y_axis(values, is_log, panel.unit, panel.most, panel.from_zero)
     frame = _frame(paper, panel.x, [x for curve in panel.curves for x in curve.x], y, panel.unit, names)
     _draw_marks(paper, frame, panel.marks)
     for number, curve in enumerate(panel.curves):
@@ -73,18 +74,21 @@ def draw_lines(paper: Paper, panel: Lines) -> None:
 
 
 def draw_stack(paper: Paper, panel: Stack) -> None:
-    """Parts that add up, as areas on top of each other."""
+    """Parts that add up, as columns on top of each other: each from the x before to its own."""
     parts = [[max(0.0, v) if v is not None and math.isfinite(v) else 0.0 for v in part.y] for part in panel.parts]
     if not panel.at or not parts:
         say_instead(paper, "no values yet")
         return
     names = [(part.name, FILLS[n % len(FILLS)], None) for n, part in enumerate(panel.parts)]
     whole = [sum(column) for column in zip(*parts, strict=True)]
-    at, parts = (panel.at, parts) if len(panel.at) > 1 else (_bar(panel.at[0]), [2 * part for part in parts])
-    frame = _frame(paper, panel.x, at, _y_axis([0.0, *whole], False, panel.unit, None), panel.unit, names)
+    wide = panel.at[1] - panel.at[0] if len(panel.at) > 1 else 1.0
+    begin = panel.at[0] - wide if panel.begin is None else panel.begin
+    ends = [begin, *panel.at]
+    frame = _frame(paper, panel.x, ends, _y_axis([0.0, *whole], False, panel.unit, None), panel.unit, names)
+    at = [x for pair in pairwise(ends) for x in pair]
     below = [0.0] * len(at)
     for number, part in enumerate(parts):
-        above = [low + amount for low, amount in zip(below, part, strict=True)]
+        above = [low + amount for low, amount in zip(below, (v for v in part for _ in range(2)), strict=True)]
         if any(part):
             edge = _thinned([(frame.across(x), frame.up(value)) for x, value in zip(at, above, strict=True)])
             base = _thinned([(frame.across(x), frame.up(value)) for x, value in zip(at, below, strict=True)])
@@ -94,22 +98,22 @@ def draw_stack(paper: Paper, panel: Stack) -> None:
     _draw_marks(paper, frame, panel.marks)
 
 
-def _y_axis(values: list[float], is_log: bool, unit: str, most: float | None) -> Axis:
+def _y_axis(values: list[float], is_log: bool, unit: str, most: float | None, from_zero: bool = False) -> Axis:
     if is_log:
         return Axis.over(values, True)
     if most is not None and most > 0:
         return Axis(min(0.0, *values), max(most, *values), False)
     low, high = min(values), max(values)
-    return Axis.over(values, False, from_zero=bool(unit) or low < 0.4 * high)
+    return Axis.over(values, False, from_zero=from_zero or bool(unit) or low < 0.4 * high)
 
 
-def x_axis(values: Sequence[float]) -> Axis:
-    """An axis from the first to the last of some steps or moments."""
+def x_axis(values: Sequence[float], is_counted: bool = True) -> Axis:
+    """An axis from the first to the last of some steps, moments or, not counted, seconds."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     if high == low:
         low, high = _bar(low)
-    return Axis(low, high, False, is_counted=True)
+    return Axis(low, high, False, is_counted=is_counted)
 
 
 def _bar(x: float) -> list[float]:
@@ -123,7 +127,7 @@ def _frame(paper: Paper, x: str, at: Sequence[float], y: Axis, unit: str, names:
     if len(names) > 1 or (names and not names[0][0].strip()):
         _draw_names(paper, names)
     top = paper.get_y() + 1.5
-    frame = Frame(x_axis(at), y, paper.left + LEFT, top, paper.wide - LEFT - 2, HEIGHT)
+    frame = Frame(x_axis(at, x != "seconds"), y, paper.left + LEFT, top, paper.wide - LEFT - 2, HEIGHT)
     for value in y.ticks():
         if not -1e-6 <= y.share(value) <= 1 + 1e-6:
             continue
@@ -138,10 +142,11 @@ def _frame(paper: Paper, x: str, at: Sequence[float], y: Axis, unit: str, names:
 
 
 def draw_x_axis(paper: Paper, x: str, axis: Axis, across: Place, y: float) -> None:
-    """An axis of steps, ranks or time at a height; `across` says where a value is."""
+    """An axis of steps, ranks, time or seconds at a height; `across` says where a value is."""
     paper.stroke(QUIET, 0.15)
     paper.line(across(axis.low), y, across(axis.high), y)
-    ticks = _time_ticks(axis) if x == "time" else [(value, f"{value:,.0f}") for value in axis.ticks()]
+    text_of = {"seconds": lambda value: value_text(value, "s")}.get(x, "{:,.0f}".format)
+    ticks = _time_ticks(axis) if x == "time" else [(value, text_of(value)) for value in axis.ticks()]
     right = -math.inf
     for value, text in ticks:
         place = across(value)
@@ -151,7 +156,7 @@ def draw_x_axis(paper: Paper, x: str, axis: Axis, across: Place, y: float) -> No
         if place - width / 2 > right + 1:
             paper.word(place, y + 3.4, text, "middle")
             right = place + width / 2
-    name = {"step": "step", "ranks": "ranks"}.get(x) or moment_text(axis.low, "%d %b %Y, local time")
+    name = moment_text(axis.low, "%d %b %Y, local time") if x == "time" else "time" if x == "seconds" else x
     paper.pen(6.5, QUIET)
     paper.word(across(axis.high), y + 6.2, name, "right")
 

@@ -9,10 +9,23 @@ from lockstep.amounts import percent
 from lockstep.charts import Axis
 from lockstep.page.panels import Mesh, Moment, Shares, Timeline, Timetable
 from lockstep.page.pdf.charts import draw_x_axis
-from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PALE, QUIET, STATES, Paper, moment_text, value_text
+from lockstep.page.pdf.paper import (
+    FILLS,
+    INK,
+    LEVELS,
+    LINE,
+    PALE,
+    QUIET,
+    STATES,
+    STROKES,
+    Paper,
+    moment_text,
+    value_text,
+)
 
-USEFUL = ("#0072b2", "#56b4e9", "#009e73", "#7fc8a9", "#2a5f8f", "#8ecae6")
-LOST = ("#e69f00", "#d55e00", "#cc79a7", "#f0c75e", "#a34a28", "#8a8f96", "#5b4fc4", "#b8bec6")
+# Those of the page, so that neighbours are far apart; of more lost parts than it has colours, two more.
+USEFUL = tuple(STROKES[number] for number in (2, 0, 5, 6, 8))
+LOST = (*(STROKES[number] for number in (1, 3, 4, 7)), "#e0a800", "#b8bec6")
 MOST_ATTEMPTS = 20
 MOST_MOMENTS = 40
 MOST_RANKS = 512

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 
 from lockstep.page.panels import Heat, Layer, Number
-from lockstep.page.pdf.charts import draw_x_axis, is_number, say_instead, x_axis
-from lockstep.page.pdf.paper import INK, PALE, QUIET, Paper, value_text
+from lockstep.page.pdf.charts import is_number, say_instead
+from lockstep.page.pdf.paper import INK, PALE, QUIET, Paper, moment_text, value_text
 
 MOST_LAYERS = 6
 MOST_COLUMNS = 240
 SHADES = 48
+LABELS = 7
 MOST_LABEL = 38.0
 ALIKE = 0.01
 """Values that differ by less than this share of the largest are one number, and no picture."""
@@ -71,9 +72,23 @@ def _draw_layer(paper: Paper, panel: Heat, layer: Layer) -> None:
     for number in range(0, rows, every):
         middle = top + height * (number + 0.5) / rows
         paper.word(left - 1.5, middle + 0.8, panel.rows[number], "right", most=MOST_LABEL)
-    axis = x_axis(panel.at)
-    draw_x_axis(paper, panel.x, axis, lambda value: left + width * axis.share(value), top + height)
+    _name_columns(paper, panel, left, width, top + height)
     paper.set_y(top + height + 7)
+
+
+def _name_columns(paper: Paper, panel: Heat, left: float, width: float, y: float) -> None:
+    """Where some columns end: they are all equally wide, whatever they stand for."""
+    paper.pen(6.5, QUIET)
+    count = len(panel.at)
+    form = "%d %b %H:%M" if panel.at[-1] - panel.at[0] > 86400 else "%H:%M:%S"
+    shown = min(count, LABELS)
+    for number in sorted({(n * (count - 1)) // max(1, shown - 1) for n in range(shown)}):
+        text = moment_text(panel.at[number], form) if panel.x == "time" else f"{panel.at[number]:,.0f}"
+        place = left + width * (number + 0.5) / count
+        half = paper.get_string_width(text) / 2
+        paper.word(min(max(place, left + half), left + width - half), y + 3.4, text, "middle")
+    name = moment_text(panel.at[0], "%d %b %Y, local time") if panel.x == "time" else panel.x
+    paper.word(left + width, y + 6.2, name, "right")
 
 
 def _draw_scale(paper: Paper, low: float, high: float, unit: str, top: float) -> None:

@@ -26,8 +26,8 @@ LEVELS = {"good": "#00734f", "info": "#0067a5", "warning": "#b05a00", "error": "
 STATES = {"running": "#0067a5", "finished": "#00734f", "stopped": "#7a5c00", "failed": "#a01c2c", "lost": "#a01c2c"}
 STROKES = LIGHT
 """Of lines: Okabe and Ito's, dark enough for thin lines on white."""
-FILLS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#8a8f96", "#5b4fc4")
-"""Of areas: Okabe and Ito's own."""
+FILLS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8f96", "#5b4fc4")
+"""Of areas: Okabe and Ito's own, neighbours far apart."""
 BOX = "\u25a1"
 
 

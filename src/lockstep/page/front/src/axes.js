@@ -1,6 +1,6 @@
 // What stands beside the axes of a chart: steps, times or numbers of ranks below, amounts on the left.
 import { TIME_STEPS, isByClock, momentText, timeSplits, timeTexts } from "./clock.js";
-import { axisTexts, grouped, logTexts } from "./format.js";
+import { amount, axisTexts, duration, grouped, logTexts } from "./format.js";
 import { ink } from "./theme.js";
 
 const FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif';
@@ -8,25 +8,30 @@ const WHOLE = [1, 2, 5]
   .flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power))
   .sort((a, b) => a - b);
 
+const SPLIT_SECONDS = Array.from({ length: 9 }, (_, power) => [1, 2, 5].map((digit) => digit / 10 ** (9 - power))).flat();
+
 // One place on the x axis in words. Charts over time count from the start of the run.
 export function placeText(kind, x, start) {
   if (kind === "time") return momentText(x + start, start);
+  if (kind === "seconds") return amount(x, "s");
   return kind === "ranks" ? `${grouped(x)} ${x === 1 ? "rank" : "ranks"}` : `step ${grouped(x)}`;
 }
 
 export function placeHeading(kind) {
   if (kind === "time") return isByClock() ? "time" : "time since the start";
+  if (kind === "seconds") return "time";
   return kind === "ranks" ? "ranks" : "step";
 }
 
 export function xAxis(kind, start, xs) {
+  const isTimed = kind === "time" || kind === "seconds";
   const axis = {
     ...common(),
-    label: kind === "time" ? undefined : placeHeading(kind),
+    label: isTimed ? undefined : placeHeading(kind),
     labelSize: 22,
     labelGap: 0,
     labelFont: FONT,
-    space: kind === "time" ? 90 : 70,
+    space: isTimed ? 90 : 70,
     size: 34,
   };
   if (kind === "time") {
@@ -34,12 +39,17 @@ export function xAxis(kind, start, xs) {
     axis.space = () => (isByClock() ? 130 : 90);
     axis.splits = (_, __, low, high, step) => timeSplits(low, high, step, start);
     axis.values = (_, splits, __, ___, step) => timeTexts(splits, step, start);
+  } else if (kind === "seconds") {
+    axis.incrs = [...SPLIT_SECONDS, ...TIME_STEPS.filter((step) => step >= 1)];
+    axis.values = (_, splits) => secondsTexts(splits);
   } else {
     axis.incrs = WHOLE;
     axis.values = (_, splits) => splits.map((value) => grouped(value));
     const places = [...new Set(xs)];
     if (kind === "ranks" && places.length <= 12) axis.splits = () => places;
   }
+  const texts = axis.values;
+  axis.values = (chart, splits, ...rest) => fitting(chart, splits, texts(chart, splits, ...rest));
   return axis;
 }
 
@@ -50,6 +60,25 @@ export function yAxis(unit, isLog) {
     space: 44,
     values: (_, splits) => (isLog ? logTexts(decades(splits), unit) : axisTexts(splits, unit)),
   };
+}
+
+function secondsTexts(splits) {
+  const most = Math.max(...splits.map(Math.abs));
+  return most < 60 ? axisTexts(splits, "s") : splits.map((seconds) => (seconds === 0 ? "0" : duration(seconds)));
+}
+
+// The first and the last label may stand out a little; one that would be cut is left out.
+export const BESIDE = 24;
+
+function fitting(chart, splits, texts) {
+  const { min, max } = chart.scales.x;
+  const room = (share) => share * (chart.bbox.width / devicePixelRatio);
+  return texts.map((text, at) => {
+    const half = widest(chart, [text]) / 2;
+    const left = room((splits[at] - min) / (max - min)) + (chart.axes[1]._size ?? 0);
+    const right = room((max - splits[at]) / (max - min)) + BESIDE;
+    return half <= left && half <= right ? text : "";
+  });
 }
 
 function common() {
@@ -93,15 +122,19 @@ export function xRange(low, high) {
   return [low, high];
 }
 
+const FLAT = 1e-3;
+
 // The ends of the y axis. An amount begins at 0, a bare number (a loss) where its values are.
-export function yRange(low, high, { unit, most, isStacked }) {
+export function yRange(low, high, { unit, most, isStacked, fromZero }) {
   if (low === null || low === undefined || !Number.isFinite(low)) return [0, most ?? 1];
-  if (unit !== "" || isStacked) {
+  if (unit !== "" || isStacked || fromZero) {
     const bottom = Math.min(0, low * 1.05);
     if (most !== null && most !== undefined && high <= most * 1.0001) return [bottom, most];
     return [bottom, high > 0 ? high * 1.06 : bottom < 0 ? 0 : 1];
   }
-  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  // What hardly changes is drawn as such, and not as if its last digits were mountains.
+  const isFlat = high - low < FLAT * Math.max(Math.abs(high), Math.abs(low));
+  const room = isFlat ? Math.max(Math.abs(high), Math.abs(low)) * 0.06 : (high - low) * 0.06 || 1;
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 

@@ -3,7 +3,7 @@ import { onClock } from "./clock.js";
 import { make } from "./dom.js";
 import { isOnPaper, onTheme } from "./theme.js";
 
-const PRINTED_WIDTH = 680;
+export const PRINTED_WIDTH = 680;
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 // `draw(width)` gives the nodes; `move(right, down)` is told of arrow keys, `point(event or null)` of the mouse.

@@ -1,7 +1,7 @@
 // From a panel of lines or of a stack to what a chart draws: one x for all, and the values of each curve over it.
 import uPlot from "uplot";
 
-// `curves` have a name, a style and the columns of `columns` that are theirs; `told` are these columns with all values,
+// `first` is the first column that was measured. `curves` have a name, a style and the columns of `columns` that are theirs; `told` are these columns with all values,
 // also those that cannot be drawn, and `own` those of each curve.
 export function linesModel(panel, { start, isLog }) {
   const tables = panel.curves.map((curve) => [
@@ -22,21 +22,23 @@ export function linesModel(panel, { start, isLog }) {
     ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0)
     : 0;
   const told = isLog ? linesModel(panel, { start, isLog: false }).columns : columns;
-  return { columns, curves, told, own: curves.map((curve) => told[curve.at]), lost };
+  return { columns, curves, told, own: curves.map((curve) => told[curve.at]), lost, first: 0 };
 }
 
 function abovezero(value) {
   return value !== null && value > 0 ? value : null;
 }
 
-// Areas on top of one another, without those that are hidden. The last part is the uppermost and drawn first.
+// Columns on top of one another, without those that are hidden. The last part is the uppermost and drawn first. A column
+// goes from the x before to its own one: one more x before all others, `first` of them, is where the first column begins.
 export function stackModel(panel, { start, hidden }) {
-  const xs = panel.x === "time" ? panel.at.map((x) => x - start) : panel.at;
+  const begin = panel.begin ?? panel.at[0] - (panel.at.length > 1 ? panel.at[1] - panel.at[0] : 1);
+  const xs = [begin, ...panel.at].map((x) => (panel.x === "time" ? x - start : x));
   const sums = xs.map(() => 0);
-  const own = panel.parts.map((part) => part.y);
-  const tops = panel.parts.map((part) =>
-    part.y.map((value, at) => {
-      if (panel.parts.every((other) => other.y[at] === null)) return null;
+  const own = panel.parts.map((part) => [part.y[0], ...part.y]);
+  const tops = panel.parts.map((part, number) =>
+    own[number].map((value, at) => {
+      if (own.every((others) => others[at] === null)) return null;
       if (!hidden.has(part.name)) sums[at] += value ?? 0;
       return sums[at];
     }),
@@ -49,7 +51,7 @@ export function stackModel(panel, { start, hidden }) {
     high: null,
   }));
   const columns = [xs, ...tops.reverse()];
-  return { columns, curves, told: columns, own, total: sums, lost: 0 };
+  return { columns, curves, told: columns, own, total: sums, lost: 0, first: 1 };
 }
 
 // The values that get a dot: all where they are few, else those with nothing beside them, through which no line goes.
@@ -71,6 +73,17 @@ function lonely(values) {
     before = values[at];
   }
   return found;
+}
+
+// The column of a stack that an x is in: the first one that ends there or later.
+export function columnAt(xs, x, least) {
+  let [low, high] = [least, xs.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] >= x) high = middle;
+    else low = middle + 1;
+  }
+  return low;
 }
 
 // The column nearest to `at` where a curve has a value, within the curve's own ends.

@@ -1,18 +1,20 @@
 // A chart of curves: uPlot draws it, and the legend, the zoom and the keys are ours.
 import uPlot from "uplot";
-import { logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
+import { BESIDE, logRange, xAxis, xRange, yAxis, yRange } from "./axes.js";
 import { onClock } from "./clock.js";
 import { make } from "./dom.js";
-import { dotted, nearest } from "./models.js";
+import { columnAt, dotted, nearest } from "./models.js";
 import { same } from "./same.js";
 import { colour, dash, ink, mix, onTheme, seeThrough } from "./theme.js";
 
-const PRINTED = { width: 680, height: 250 };
+// Three charts to a page.
+const PRINTED = { width: 680, height: 190 };
 const MARK_COLOURS = { good: "good", info: "quiet", warning: "warning", error: "error" };
 const NEAR = 8;
 const FEW = 16;
+const MANY_MARKS = 8;
 
-// `options`: x (kind), unit, most, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
+// `options`: x (kind), unit, most, fromZero, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
 // go together) and what to call: onPlace({at, mark} or null), onZoom(isZoomed).
 export function plot(model, hidden, options) {
   const holder = make("div", { class: "plot", role: "img", tabindex: "0", "aria-label": options.label });
@@ -34,7 +36,7 @@ export function plot(model, hidden, options) {
   }
 
   function report() {
-    const at = chart?.cursor.idx;
+    const at = chart?.cursor.idxs?.[0];
     if (at === null || at === undefined || chart.cursor.left < 0) return state.options.onPlace(null);
     const near = state.options.marks.find((mark) => Math.abs(chart.valToPos(mark.x, "x") - chart.cursor.left) < NEAR);
     return state.options.onPlace({ at, mark: near?.text ?? null });
@@ -43,7 +45,7 @@ export function plot(model, hidden, options) {
   // Moves the cursor to a column, as the mouse would.
   function pointAt(at) {
     const xs = state.model.columns[0];
-    const place = Math.max(0, Math.min(xs.length - 1, at));
+    const place = Math.max(state.model.first, Math.min(xs.length - 1, at));
     const { min, max } = chart.scales.x;
     if (state.zoom && (xs[place] < min || xs[place] > max)) {
       const half = (max - min) / 2;
@@ -55,7 +57,8 @@ export function plot(model, hidden, options) {
   function zoomBy(factor) {
     const { min, max } = chart.scales.x;
     const xs = state.model.columns[0];
-    const middle = chart.cursor.idx === null || chart.cursor.idx === undefined ? (min + max) / 2 : xs[chart.cursor.idx];
+    const at = chart.cursor.idxs?.[0];
+    const middle = at === null || at === undefined ? (min + max) / 2 : xs[at];
     const half = ((max - min) / 2) * factor;
     const [low, high] = [Math.max(xs[0], middle - half), Math.min(xs[xs.length - 1], middle + half)];
     zoomTo(low <= xs[0] && high >= xs[xs.length - 1] ? null : { min: low, max: high });
@@ -63,7 +66,7 @@ export function plot(model, hidden, options) {
 
   holder.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !chart) return;
-    const at = chart.cursor.idx ?? state.model.columns[0].length;
+    const at = chart.cursor.idxs?.[0] ?? state.model.columns[0].length;
     const far = event.shiftKey ? 10 : 1;
     const keys = {
       ArrowLeft: () => pointAt(at - far),
@@ -139,7 +142,7 @@ function sameCurves(a, b) {
 }
 
 function sameSettings(a, b) {
-  return ["x", "unit", "most", "isLog", "start"].every((field) => a[field] === b[field]) && same(a.marks, b.marks);
+  return ["x", "unit", "most", "fromZero", "isLog", "start"].every((field) => a[field] === b[field]) && same(a.marks, b.marks);
 }
 
 function room(holder) {
@@ -164,7 +167,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     width: PRINTED.width,
     height: PRINTED.height,
     legend: { show: false },
-    padding: [14, 16, 0, 0],
+    padding: [14, BESIDE, 0, 0],
     scales: {
       x: { time: false, range: (_, low, high) => xRange(low, high) },
       y: {
@@ -179,7 +182,12 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       y: false,
       drag: { x: true, y: false, setScale: false, dist: 6 },
       bind: { dblclick: () => () => zoomTo(null) },
-      dataIdx: (chart, number, at) => (number === 0 ? at : nearest(chart.data[number], at, chart.data[0])),
+      dataIdx: (chart, number, at, x) => {
+        const xs = chart.data[0];
+        if (!options.isStacked) return number === 0 ? at : nearest(chart.data[number], at, xs);
+        const pixel = chart.posToVal(1, "x") - chart.posToVal(0, "x");
+        return columnAt(xs, x - pixel, model.first);
+      },
       points: {
         size: 9,
         fill: (chart, number) => colour(numberOf(model, number)),
@@ -205,7 +213,8 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
           zoomTo({ min, max });
         },
       ],
-      draw: [(chart) => drawMarks(chart, options.marks)],
+      // Behind the lines, but not behind areas, which would hide them.
+      [options.isStacked ? "draw" : "drawAxes"]: [(chart) => drawMarks(chart, options.marks)],
     },
   };
 }
@@ -225,7 +234,13 @@ function isDrawn(model, at) {
 function look(curve, number) {
   const stroke = () => colour(number);
   if (curve.style === "area")
-    return { stroke, width: 1, fill: () => mix(colour(number), ink("card"), 0.35), points: { show: false } };
+    return {
+      stroke,
+      width: 1,
+      fill: () => mix(colour(number), ink("card"), 0.35),
+      paths: uPlot.paths.stepped({ align: -1 }),
+      points: { show: false },
+    };
   if (curve.style === "points")
     return { stroke, width: 0, paths: () => null, points: { show: true, size: 8, fill: stroke, stroke, width: 1 } };
   return {
@@ -247,17 +262,23 @@ function drawMarks(chart, marks) {
   const { ctx } = chart;
   const { left, top, width, height } = chart.bbox;
   const scale = devicePixelRatio;
+  const isMuch = marks.length > MANY_MARKS;
+  let flagged = -Infinity;
   ctx.save();
   for (const mark of marks) {
     const x = chart.valToPos(mark.x, "x", true);
     if (x < left - 1 || x > left + width + 1) continue;
     ctx.strokeStyle = ctx.fillStyle = ink(MARK_COLOURS[mark.level] ?? "quiet");
-    ctx.lineWidth = 1.5 * scale;
+    ctx.lineWidth = (isMuch ? 1 : 1.5) * scale;
+    ctx.globalAlpha = isMuch ? 0.6 : 1;
     ctx.setLineDash(mark.level === "error" ? [] : [4 * scale, 3 * scale]);
     ctx.beginPath();
     ctx.moveTo(x, top);
     ctx.lineTo(x, top + height);
     ctx.stroke();
+    if (x - flagged < 11 * scale) continue;
+    flagged = x;
+    ctx.globalAlpha = 1;
     ctx.beginPath();
     ctx.moveTo(x - 5 * scale, top - 8 * scale);
     ctx.lineTo(x + 5 * scale, top - 8 * scale);

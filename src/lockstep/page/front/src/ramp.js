@@ -13,6 +13,8 @@ const STOPS = [
 ];
 const PARTS = STOPS.map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, at + 2), 16)));
 
+const ALIKE = 0.005;
+
 // A share from 0 to 1 as [red, green, blue].
 export function ramp(share) {
   const place = Math.max(0, Math.min(1, share)) * (PARTS.length - 1);
@@ -21,7 +23,7 @@ export function ramp(share) {
 }
 
 // The ends of the colours. A few values far above all others (a first step that compiles) would leave one colour for
-// the rest: then the colours end below them, and `isCut` says so.
+// the rest: then the colours end below them, and `isCut` says so. Where all are alike (`isFlat`), all have the middle.
 export function rampEnds(values) {
   const known = values
     .flat()
@@ -31,6 +33,10 @@ export function rampEnds(values) {
   const [least, most] = [known[0], known[known.length - 1]];
   const usual = known[Math.floor(0.98 * (known.length - 1))];
   const isCut = usual > 0 && most > 3 * usual;
+  if (most - least <= ALIKE * Math.abs(most)) {
+    const around = Math.abs(most) || 1;
+    return { low: most - around, high: most + around, most, isCut: false, isFlat: true };
+  }
   const low = Math.min(0, least);
-  return { low, high: isCut ? usual : most > low ? most : low + 1, most, isCut };
+  return { low, high: isCut ? usual : most, most, isCut, isFlat: false };
 }

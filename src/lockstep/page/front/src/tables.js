@@ -3,6 +3,7 @@ import { button, make } from "./dom.js";
 import { grouped } from "./format.js";
 
 const FIRST = 100;
+const LONG = 32;
 
 // `data`: columns, right (which are numbers), count, and row(number) -> texts.
 export function table(data, name) {
@@ -13,7 +14,7 @@ export function table(data, name) {
         make(
           "tr",
           {},
-          data.row(number).map((text, column) => make("td", { class: data.right[column] ? "right" : null }, text)),
+          data.row(number).map((text, column) => make("td", { class: kindOf(text, data.right[column]) }, text)),
         ),
       );
     }
@@ -43,4 +44,10 @@ export function table(data, name) {
     element.append(more);
   }
   return element;
+}
+
+// Long texts break anywhere, so that all columns fit; a short one never does.
+function kindOf(text, isRight) {
+  if (isRight) return "right";
+  return typeof text === "string" && text.length > LONG ? "long" : null;
 }

@@ -62,11 +62,12 @@ function curvesPanel(first, context, frame, isStacked) {
       x: panel.x,
       unit: panel.unit,
       most: panel.most ?? null,
+      fromZero: panel.from_zero ?? false,
       isLog,
       isStacked,
       start: context.start(),
       group: context.group,
-      marks: panel.marks.map((mark) => ({ ...mark, x: panel.x === "time" ? mark.x - context.start() : mark.x })),
+      marks: inOrder(panel.marks).map((mark) => ({ ...mark, x: panel.x === "time" ? mark.x - context.start() : mark.x })),
       label: inWords(panel, model, context.start()),
       onPlace: tell,
       onZoom: (isZoomed) => setAttribute(reset, "hidden", !isZoomed),
@@ -83,6 +84,7 @@ function curvesPanel(first, context, frame, isStacked) {
       legendPlace.replaceChildren(keys.element);
     }
     setText(yName, panel.y);
+    yName.hidden = panel.y.toLowerCase() === panel.title.toLowerCase();
     setText(
       lost,
       model.lost > 0
@@ -120,7 +122,8 @@ function curvesPanel(first, context, frame, isStacked) {
       isStacked && (place ? place.at : end) >= 0
         ? `together ${amount(model.total[place ? place.at : end], panel.unit)}`
         : "";
-    const where = place ? placeText(panel.x, xs[place.at], context.start()) : "last values";
+    const isOne = xs.length === model.first + 1;
+    const where = place || isOne ? placeText(panel.x, xs[place?.at ?? model.first], context.start()) : "last values";
     keys.tell(place?.mark ? `${where}: ${place.mark}` : where, texts, total);
     if (place && document.activeElement === chart.element) {
       context.announce(
@@ -133,7 +136,7 @@ function curvesPanel(first, context, frame, isStacked) {
   }
 
   function listMarks() {
-    const shown = panel.marks
+    const shown = inOrder(panel.marks)
       .slice(0, LISTED_MARKS)
       .map((mark) =>
         make(
@@ -163,6 +166,10 @@ function curvesPanel(first, context, frame, isStacked) {
   };
 }
 
+function inOrder(marks) {
+  return [...marks].sort((a, b) => a.x - b.x);
+}
+
 // The range and the last value of each curve, for those who hear the chart.
 function inWords(panel, model, start) {
   const xs = model.columns[0];
@@ -175,7 +182,7 @@ function inWords(panel, model, start) {
     return `${curve.name}: from ${amount(range[0], panel.unit)} to ${amount(range[1], panel.unit)}, last ${amount(values[last], panel.unit)} at ${placeText(panel.x, xs[last], start)}`;
   });
   const more = model.curves.length - curves.length;
-  const between = `${placeText(panel.x, xs[0], start)} to ${placeText(panel.x, xs[xs.length - 1], start)}`;
+  const between = `${placeText(panel.x, xs[model.first], start)} to ${placeText(panel.x, xs[xs.length - 1], start)}`;
   return `${panel.title}: chart of ${panel.y || "values"}, ${between}. ${curves.join(". ")}.${more > 0 ? ` And ${more} more.` : ""} Arrow keys read values, + and - zoom.`;
 }
 
@@ -194,7 +201,7 @@ function asTable(panel, model, start) {
       bands[number] ? [curve.name, `${curve.name}, lowest`, `${curve.name}, highest`] : [curve.name],
     ),
   ];
-  const places = [...new Set([...xs, ...texts.keys()])].sort((a, b) => a - b);
+  const places = [...new Set([...xs.slice(model.first), ...texts.keys()])].sort((a, b) => a - b);
   const at = new Map(xs.map((x, number) => [x, number]));
   const row = (x) => [
     placeText(panel.x, x, start).replace(/^step /, ""),

@@ -34,8 +34,10 @@ export function heatPanel(first, context) {
       Math.min(width * 0.38, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12),
     );
     const tall = rows <= 16 ? 24 : between(Math.round(440 / rows), 3, 18);
-    frame = { left: margin, top: 0, width: width - margin - 1, height: rows * tall, tall };
-    const height = frame.height + AXIS;
+    // The name of a low row is taller than the row.
+    const top = Math.max(0, Math.ceil((16 - tall) / 2));
+    frame = { left: margin, top, width: width - margin - 1, height: rows * tall, tall };
+    const height = frame.top + frame.height + AXIS;
     canvas.width = Math.round(width * pixels);
     canvas.height = Math.round(height * pixels);
     canvas.style.width = `${width}px`;
@@ -47,7 +49,7 @@ export function heatPanel(first, context) {
       pen.drawImage(
         cells(layer().values, ends, Math.round(frame.width * pixels)),
         frame.left,
-        0,
+        frame.top,
         frame.width,
         frame.height,
       );
@@ -64,7 +66,7 @@ export function heatPanel(first, context) {
     const every = Math.ceil(16 / frame.tall);
     panel.rows.forEach((name, row) => {
       if (row % every === 0)
-        pen.fillText(shortened(pen, name, frame.left - 10), frame.left - 8, (row + 0.5) * frame.tall + 1);
+        pen.fillText(shortened(pen, name, frame.left - 10), frame.left - 8, frame.top + (row + 0.5) * frame.tall + 1);
     });
     pen.textBaseline = "top";
     const count = Math.min(Math.max(Math.floor(frame.width / 130), 2), panel.at.length);
@@ -73,7 +75,7 @@ export function heatPanel(first, context) {
       pen.textAlign = number === 0 ? "left" : number === count - 1 ? "right" : "center";
       const x =
         frame.left + ((column + (number === 0 ? 0 : number === count - 1 ? 1 : 0.5)) / panel.at.length) * frame.width;
-      pen.fillText(placeOf(column), Math.min(x, width - 1), frame.height + 8);
+      pen.fillText(placeOf(column), Math.min(x, width - 1), frame.top + frame.height + 8);
     }
   }
 
@@ -87,7 +89,7 @@ export function heatPanel(first, context) {
       pen.strokeStyle = colour;
       pen.strokeRect(
         frame.left + cursor.column * wide - 1 + inset,
-        cursor.row * frame.tall - 1 + inset,
+        frame.top + cursor.row * frame.tall - 1 + inset,
         Math.max(wide, 4) + 2 - 2 * inset,
         frame.tall + 2 - 2 * inset,
       );
@@ -144,7 +146,7 @@ export function heatPanel(first, context) {
       return picture.redraw();
     }
     const box = picture.element.getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left - frame.left, event.clientY - box.top];
+    const [x, y] = [event.clientX - box.left - frame.left, event.clientY - box.top - frame.top];
     if (x < 0 || y < 0 || x >= frame.width || y >= frame.height) return point(null);
     return moveTo(Math.floor((x / frame.width) * panel.at.length), Math.floor(y / frame.tall));
   }
@@ -192,18 +194,18 @@ function cells(values, ends, room) {
 }
 
 // Where there is no value the hatching shows.
-function hatch(pen, { left, width, height }) {
+function hatch(pen, { left, top, width, height }) {
   pen.save();
   pen.imageSmoothingEnabled = false;
   pen.beginPath();
-  pen.rect(left, 0, width, height);
+  pen.rect(left, top, width, height);
   pen.clip();
   pen.strokeStyle = ink("line");
   pen.lineWidth = 1;
   pen.beginPath();
   for (let x = left - height; x < left + width; x += 8) {
-    pen.moveTo(x, height);
-    pen.lineTo(x + height, 0);
+    pen.moveTo(x, top + height);
+    pen.lineTo(x + height, top);
   }
   pen.stroke();
   pen.restore();
@@ -211,6 +213,7 @@ function hatch(pen, { left, width, height }) {
 }
 
 function scaleParts(ends, unit) {
+  if (ends.isFlat) return [make("span", {}, `${amount(ends.most, unit)} everywhere`)];
   const bar = make("span", { class: "scale-bar", "aria-hidden": "true" });
   const stops = Array.from({ length: 11 }, (_, at) => `rgb(${ramp(at / 10).join(" ")})`);
   bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;

@@ -1,11 +1,13 @@
 // Tables and texts as they are, and a whole cut into shares.
 import { make, setText } from "../dom.js";
 import { amount, percent } from "../format.js";
-import { colour, onTheme } from "../theme.js";
+import { PRINTED_WIDTH } from "../drawing.js";
+import { colour, isOnPaper, onTheme } from "../theme.js";
 import { table } from "../tables.js";
 
-const GOOD = [2, 0, 8];
-const LOST = [1, 3, 4, 7, 6, 5];
+// Neighbours are far apart; a colour of the one comes again in the other only hatched.
+const GOOD = [2, 0, 5, 6, 8];
+const LOST = [1, 3, 4, 7, 0, 5];
 
 export function tablePanel(first) {
   const element = make("div");
@@ -23,7 +25,7 @@ export function tablePanel(first) {
 export function textPanel(first) {
   const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": `${first.title}: text` });
   const update = (panel) => {
-    if (panel.language === "toml") element.replaceChildren(...panel.text.split("\n").map(tomlLine));
+    if (panel.language === "toml") element.replaceChildren(...panel.text.trimEnd().split("\n").map(tomlLine));
     else setText(element, panel.text);
   };
   update(first);
@@ -60,7 +62,7 @@ export function sharesPanel(first) {
       const piece = make("div", { class: part.good ? "share" : "share share-lost", title: text(part) }, label);
       piece.style.flexGrow = String(part.share);
       piece.style.backgroundColor = colour(part.colour);
-      return { piece, label, texts: [text(part), percent(part.share), ""] };
+      return { piece, label, share: part.share, texts: [text(part), percent(part.share), ""] };
     });
     bar.replaceChildren(...pieces.map(({ piece }) => piece));
     name();
@@ -83,10 +85,11 @@ export function sharesPanel(first) {
 
   // The name of a part where there is room for it, else its share, else nothing.
   function name() {
-    for (const { piece, label, texts } of pieces) {
+    for (const { piece, label, texts, share } of pieces) {
+      const room = isOnPaper() ? share * (PRINTED_WIDTH - 40) : piece.clientWidth;
       for (const text of texts) {
         setText(label, text);
-        if (label.offsetWidth <= piece.clientWidth - 14) break;
+        if (label.offsetWidth <= room - 14) break;
       }
     }
   }
@@ -108,7 +111,7 @@ export function sharesPanel(first) {
   };
 }
 
-// Useful parts in the cool colours, lost ones in the others, which are also hatched.
+// Useful parts are plain, lost ones are also hatched.
 function pick(parts) {
   let [good, lost] = [0, 0];
   return parts.map((part) => (part.good ? GOOD[good++ % GOOD.length] : LOST[lost++ % LOST.length]));

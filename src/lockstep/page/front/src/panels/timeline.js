@@ -6,8 +6,10 @@ import { duration, grouped } from "../format.js";
 import { levelMark } from "../levels.js";
 import { table } from "../tables.js";
 
-const ROW = 34;
 const BAR = 20;
+const LOW_BAR = 10;
+const FEW_BARS = 8;
+const AROUND = 14;
 const AXIS = 28;
 const MOST_BARS = 24;
 const LEVELS = ["error", "warning", "good", "info"];
@@ -19,7 +21,8 @@ export function timelinePanel(first, context) {
   const filters = make("div", { class: "choices", role: "group", "aria-label": "Show" });
   const count = make("p", { class: "readout", role: "status" });
   const list = make("div", { class: "moments" });
-  const element = make("div", {}, picture.element, filters, count, list);
+  const earlier = make("p", { class: "note" });
+  const element = make("div", {}, earlier, picture.element, filters, count, list);
   const forget = onClock(fillList);
 
   // Of very many attempts the last ones.
@@ -32,7 +35,9 @@ export function timelinePanel(first, context) {
     const begin = Math.min(...spans.map((span) => span.begin));
     const end = Math.max(...spans.map((span) => span.end), begin + 1);
     const at = (time) => left + ((time - begin) / (end - begin)) * (width - left - 8);
-    const height = spans.length * ROW + AXIS;
+    const tall = spans.length <= FEW_BARS ? BAR : LOW_BAR;
+    const row = tall + AROUND;
+    const height = spans.length * row + AXIS;
     const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     const step = TIME_STEPS.find((one) => ((end - begin) / one) * 110 <= width - left) ?? TIME_STEPS.at(-1);
     const splits = timeSplits(begin - context.start(), end - context.start(), step, context.start());
@@ -42,11 +47,11 @@ export function timelinePanel(first, context) {
       const anchor = x > width - 50 ? "end" : x < left + 30 ? "start" : "middle";
       svg.append(shape("text", { class: "quiet", x, y: height - 6, "text-anchor": anchor }, text));
     });
-    spans.forEach((span, row) => svg.append(...bar(span, row * ROW, at, left)));
+    spans.forEach((span, number) => svg.append(...bar(span, { y: number * row, tall, at, left })));
     return [svg];
   }
 
-  function bar(span, y, at, left) {
+  function bar(span, { y, tall, at, left }) {
     const [x, wide] = [at(span.begin), Math.max(3, at(span.end) - at(span.begin))];
     const text = `attempt ${span.attempt}`;
     const about = `${text}: ${span.state} after ${duration(span.end - span.begin)}${span.text ? `. ${span.text}` : ""}`;
@@ -57,25 +62,27 @@ export function timelinePanel(first, context) {
       return !seen.has(key) && seen.add(key);
     });
     return [
-      shape("text", { x: left - 10, y: y + 20, "text-anchor": "end" }, text),
+      shape("text", { x: left - 10, y: y + tall / 2 + 10, "text-anchor": "end" }, text),
       shape(
         "rect",
-        { class: `bar state-${span.state}`, x, y: y + 5, width: wide, height: BAR, rx: 4 },
+        { class: `bar state-${span.state}`, x, y: y + 5, width: wide, height: tall, rx: 4 },
         shape("title", {}, about),
       ),
-      wide > 90 ? shape("text", { class: "bar-text", x: x + 8, y: y + 20 }, span.state) : null,
-      ...ticks.map((moment) => tick(moment, at(moment.time), y)),
+      ...ticks.map((moment) => tick(moment, at(moment.time), y, tall)),
+      wide > 90 && tall >= BAR
+        ? shape("text", { class: `bar-text state-${span.state}`, x: x + 8, y: y + 20 }, span.state)
+        : null,
     ].filter(Boolean);
   }
 
-  function tick(moment, x, y) {
+  function tick(moment, x, y, tall) {
     const paths = {
       error: `M${x - 5} ${y + 1}h10l-5 9z`,
       warning: `M${x - 5} ${y + 1}h10l-5 9z`,
-      good: `M${x - 1} ${y + 3}h2v24h-2z`,
-      info: `M${x - 0.75} ${y + 26}h1.5v5h-1.5z`,
+      good: `M${x - 1} ${y + 3}h2v${tall + 4}h-2z`,
+      info: `M${x - 0.75} ${y + tall + 6}h1.5v5h-1.5z`,
     };
-    const line = moment.level === "error" || moment.level === "warning" ? `M${x - 0.75} ${y + 4}h1.5v24h-1.5z` : "";
+    const line = moment.level === "error" || moment.level === "warning" ? `M${x - 0.75} ${y + 4}h1.5v${tall + 4}h-1.5z` : "";
     return shape(
       "path",
       { class: `tick level-${moment.level}`, d: paths[moment.level] + line },
@@ -145,6 +152,8 @@ export function timelinePanel(first, context) {
         .map((span) => `Attempt ${span.attempt} ${span.state} after ${duration(span.end - span.begin)}`)
         .join(". ")}.`,
     );
+    setText(earlier, left > 0 ? `The last ${MOST_BARS} of ${panel.spans.length} attempts.` : "");
+    earlier.hidden = left <= 0;
     picture.element.hidden = panel.spans.length === 0;
     fillFilters();
     fillList();
