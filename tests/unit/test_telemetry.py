@@ -301,6 +301,42 @@ def test_a_rank_keeps_busy_what_it_and_its_children_compute_also_those_that_have
     assert ended < 0.5
 
 
+def test_a_process_that_ends_while_it_is_asked_for_its_children_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, {"proc/1/task/1/children": "2 3", "proc/3/task/3/children": "4", "proc/3/task/9/children": ""})
+    (tmp_path / "proc/2/task").mkdir(parents=True)
+
+    def unless_ended(look: Any) -> Any:
+        def looks(path: Any) -> Any:
+            if Path(path) == tmp_path / "proc/2/task":
+                raise ProcessLookupError(3, "No such process")  # as /proc says it
+            return look(path)
+
+        return looks
+
+    monkeypatch.setattr(os, "listdir", unless_ended(os.listdir))
+    monkeypatch.setattr(os, "scandir", unless_ended(os.scandir))
+    assert list(descendants(1, tmp_path)) == [2, 3, 4]
+
+
+def test_a_rank_that_cannot_measure_itself_tells_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
+    known = telemetry.take(workers=2)
+
+    def broken() -> float:
+        raise ValueError("a kernel that nobody has heard of")
+
+    monkeypatch.setattr("lockstep.runtime.telemetry.processor_seconds", broken)
+    told = telemetry.take(workers=2)
+    assert told.keys() == known.keys(), "the others gather it all the same"
+    assert (told["cores"], told["memory"], told["host"], told["workers"]) == (None, None, None, 2)
+    event = machine_event([told, told_by(0, host=host_told())], ["a", "a"])
+    validate({"time": 1.0, "kind": "machine", "attempt": 1, "step": 5, **event})
+    assert event["ranks"]["cores"] == [None, 1.5]
+    assert [host["cores"] for host in event["hosts"]] == [2]
+
+
 def test_a_rank_that_burns_a_core_shows_it() -> None:
     ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
     for rank in ranks:

@@ -45,17 +45,23 @@ class Telemetry:
             self._host.start()
 
     def take(self, workers: int = 0) -> dict[str, Any]:
-        """What is told of this rank, as JSON; it has so many data workers."""
+        """What is told of this rank, as JSON; it has so many data workers.
+
+        What goes wrong here fails no run, and all ranks gather the same things: then nothing is known of this rank.
+        """
+        told: dict[str, Any] = {"node": self._node, "workers": workers, "gpu": self._gpu}
+        with suppress(Exception):
+            return {**told, **self._measure()}
+        return {**told, "cores": None, "memory": None, "threads": None, "may_use": 0, "host": None}
+
+    def _measure(self) -> dict[str, Any]:
         now, used = time.perf_counter(), processor_seconds()
         passed, worked = now - self._since, used - self._used
         self._since, self._used = now, used
         return {
-            "node": self._node,
             "cores": _short(max(0.0, worked) / max(passed, 1e-9)),
             "memory": _bytes(psutil.Process().memory_info().rss),
             "threads": torch.get_num_threads(),
-            "workers": workers,
-            "gpu": self._gpu,
             "may_use": sum(1 << core for core in os.sched_getaffinity(0)),
             "host": self._host.take() if self._host is not None else None,
         }
