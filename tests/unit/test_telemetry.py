@@ -179,6 +179,7 @@ def host_after(*moments: tuple[float, int]) -> dict[str, Any]:
     """What a sampler tells since the first of these times, after a look at each of a GPU that was so busy."""
     host = PlantedHost()
     sampler = HostSampler(host)  # type: ignore[arg-type]
+    sampler.look()
     sampler.take()
     for host.at, host.driver.busy in moments:
         sampler.look()
@@ -207,8 +208,9 @@ def test_a_second_question_is_about_the_time_since_the_first() -> None:
         sampler.look()
     sampler.take()
     host.at, host.driver.busy = 3.0, 80
+    sampler.look()
     told = sampler.take()
-    assert told is not None, "nobody has looked since: it is done now"
+    assert told is not None
     assert (told["gpus"][0]["busy"], told["sent"], told["watts"]) == (0.8, 1000.0, 90.0)
     assert told["joules"] == 3 * (90 + 300 + 100), "but energy counts from the beginning"
 
@@ -237,6 +239,39 @@ def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypat
     assert len(looks) >= 5
     assert sampler.take() is not None
     assert "lockstep-telemetry" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up_and_what_it_said_last_is_told_for_a_while() -> None:
+    host = PlantedHost()
+    sampler = HostSampler(host)  # type: ignore[arg-type]
+    sampler.look()
+    sampler.take()
+    asked, answer = threading.Event(), threading.Event()
+
+    def look(_: float) -> Look:
+        asked.set()
+        assert answer.wait(10)
+        return PlantedHost.look(host, 0.0)
+
+    host.look = look  # type: ignore[method-assign]
+    sampler.start()
+    assert asked.wait(5)
+    try:
+        told = []
+        for host.at in (1.0, 60.0):
+            began = time.monotonic()
+            told.append(sampler.take())
+            assert time.monotonic() - began < 1
+    finally:
+        answer.set()
+        sampler.close()
+    soon, late = told
+    assert soon is not None
+    assert late is not None
+    assert [one["sent"] for one in told if one] == [1000.0, 1000.0], "the kernel's counters go on"
+    assert [one["watts"] for one in told if one] == [None, None], "nobody has looked since"
+    assert (soon["memory"], soon["gpus"][0]["busy"]) == (10 * GB, 0.5)
+    assert (late["memory"], late["gpus"][0]["busy"]) == (None, None), "an old look says nothing of now"
 
 
 def told_by(node: int, *, gpu: list[str] | None = None, cores: int = 0b11, host: Any = None) -> dict[str, Any]:
@@ -362,8 +397,9 @@ def test_a_rank_that_burns_a_core_shows_it() -> None:
 def test_the_driver_is_asked_only_where_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: pytest.fail("on CPUs"))
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
-    assert telemetry.take()["host"]["gpus"] == []
+    telemetry.start()
     telemetry.close()
+    assert telemetry.take()["host"]["gpus"] == []
 
 
 def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
