@@ -143,6 +143,10 @@ class Recording:
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine = engine
         self._device = device
+        if device.type == "cuda":
+            # Read when the trace ends. Else CUPTI stays attached and every kernel is slower from then on
+            # (pytorch issue 144455).
+            os.environ.setdefault("TEARDOWN_CUPTI", "1")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         # Python's stacks say where tensors come from, for a few percent of time. To get them torch looks at modules
         # and their gradients, which a pipeline's stages would take for a part of the forward.

@@ -179,6 +179,7 @@ def host_after(*moments: tuple[float, int]) -> dict[str, Any]:
     """What a sampler tells since the first of these times, after a look at each of a GPU that was so busy."""
     host = PlantedHost()
     sampler = HostSampler(host)  # type: ignore[arg-type]
+    sampler.look()
     sampler.take()
     for host.at, host.driver.busy in moments:
         sampler.look()
@@ -207,8 +208,9 @@ def test_a_second_question_is_about_the_time_since_the_first() -> None:
         sampler.look()
     sampler.take()
     host.at, host.driver.busy = 3.0, 80
+    sampler.look()
     told = sampler.take()
-    assert told is not None, "nobody has looked since: it is done now"
+    assert told is not None
     assert (told["gpus"][0]["busy"], told["sent"], told["watts"]) == (0.8, 1000.0, 90.0)
     assert told["joules"] == 3 * (90 + 300 + 100), "but energy counts from the beginning"
 
@@ -237,6 +239,39 @@ def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypat
     assert len(looks) >= 5
     assert sampler.take() is not None
     assert "lockstep-telemetry" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up_and_what_it_said_last_is_told_for_a_while() -> None:
+    host = PlantedHost()
+    sampler = HostSampler(host)  # type: ignore[arg-type]
+    sampler.look()
+    sampler.take()
+    asked, answer = threading.Event(), threading.Event()
+
+    def look(_: float) -> Look:
+        asked.set()
+        assert answer.wait(10)
+        return PlantedHost.look(host, 0.0)
+
+    host.look = look  # type: ignore[method-assign]
+    sampler.start()
+    assert asked.wait(5)
+    try:
+        told = []
+        for host.at in (1.0, 60.0):
+            began = time.monotonic()
+            told.append(sampler.take())
+            assert time.monotonic() - began < 1
+    finally:
+        answer.set()
+        sampler.close()
+    soon, late = told
+    assert soon is not None
+    assert late is not None
+    assert [one["sent"] for one in told if one] == [1000.0, 1000.0], "the kernel's counters go on"
+    assert [one["watts"] for one in told if one] == [None, None], "nobody has looked since"
+    assert (soon["memory"], soon["gpus"][0]["busy"]) == (10 * GB, 0.5)
+    assert (late["memory"], late["gpus"][0]["busy"]) == (None, None), "an old look says nothing of now"
 
 
 def told_by(node: int, *, gpu: list[str] | None = None, cores: int = 0b11, host: Any = None) -> dict[str, Any]:
@@ -301,6 +336,42 @@ def test_a_rank_keeps_busy_what_it_and_its_children_compute_also_those_that_have
     assert ended < 0.5
 
 
+def test_a_process_that_ends_while_it_is_asked_for_its_children_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, {"proc/1/task/1/children": "2 3", "proc/3/task/3/children": "4", "proc/3/task/9/children": ""})
+    (tmp_path / "proc/2/task").mkdir(parents=True)
+
+    def unless_ended(look: Any) -> Any:
+        def looks(path: Any) -> Any:
+            if Path(path) == tmp_path / "proc/2/task":
+                raise ProcessLookupError(3, "No such process")  # as /proc says it
+            return look(path)
+
+        return looks
+
+    monkeypatch.setattr(os, "listdir", unless_ended(os.listdir))
+    monkeypatch.setattr(os, "scandir", unless_ended(os.scandir))
+    assert list(descendants(1, tmp_path)) == [2, 3, 4]
+
+
+def test_a_rank_that_cannot_measure_itself_tells_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
+    known = telemetry.take(workers=2)
+
+    def broken() -> float:
+        raise ValueError("a kernel that nobody has heard of")
+
+    monkeypatch.setattr("lockstep.runtime.telemetry.processor_seconds", broken)
+    told = telemetry.take(workers=2)
+    assert told.keys() == known.keys(), "the others gather it all the same"
+    assert (told["cores"], told["memory"], told["host"], told["workers"]) == (None, None, None, 2)
+    event = machine_event([told, told_by(0, host=host_told())], ["a", "a"])
+    validate({"time": 1.0, "kind": "machine", "attempt": 1, "step": 5, **event})
+    assert event["ranks"]["cores"] == [None, 1.5]
+    assert [host["cores"] for host in event["hosts"]] == [2]
+
+
 def test_a_rank_that_burns_a_core_shows_it() -> None:
     ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
     for rank in ranks:
@@ -326,8 +397,9 @@ def test_a_rank_that_burns_a_core_shows_it() -> None:
 def test_the_driver_is_asked_only_where_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: pytest.fail("on CPUs"))
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
-    assert telemetry.take()["host"]["gpus"] == []
+    telemetry.start()
     telemetry.close()
+    assert telemetry.take()["host"]["gpus"] == []
 
 
 def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ test can plant a machine.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,7 +239,12 @@ def descendants(pid: int, root: Path = Path("/")) -> Iterable[int]:
 
     Asked of the kernel by parent: looking through all processes of a large node would take long.
     """
-    for file in (root / f"proc/{pid}/task").glob("*/children"):
-        for child in map(int, text_of(file).split()):
+    tasks = root / f"proc/{pid}/task"
+    try:
+        threads = os.listdir(tasks)
+    except OSError:  # it has ended meanwhile
+        return
+    for thread in threads:
+        for child in map(int, text_of(tasks / thread / "children").split()):
             yield child
             yield from descendants(child, root)

@@ -24,6 +24,8 @@ from lockstep.runtime.place import Place
 from lockstep.runtime.sensors import Counts, GpuReading, Look, Sensors, descendants
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_A_LOOK_LASTS = 3.0
+"""How old a look may be and still be told of as now."""
 COUNTED = ("sent", "received", "read", "written")
 SECONDS_TO_END = 2.0
 """How long a driver that does not answer may hold up the end of a run."""
@@ -45,17 +47,23 @@ class Telemetry:
             self._host.start()
 
     def take(self, workers: int = 0) -> dict[str, Any]:
-        """What is told of this rank, as JSON; it has so many data workers."""
+        """What is told of this rank, as JSON; it has so many data workers.
+
+        What goes wrong here fails no run, and all ranks gather the same things: then nothing is known of this rank.
+        """
+        told: dict[str, Any] = {"node": self._node, "workers": workers, "gpu": self._gpu}
+        with suppress(Exception):
+            return {**told, **self._measure()}
+        return {**told, "cores": None, "memory": None, "threads": None, "may_use": 0, "host": None}
+
+    def _measure(self) -> dict[str, Any]:
         now, used = time.perf_counter(), processor_seconds()
         passed, worked = now - self._since, used - self._used
         self._since, self._used = now, used
         return {
-            "node": self._node,
             "cores": _short(max(0.0, worked) / max(passed, 1e-9)),
             "memory": _bytes(psutil.Process().memory_info().rss),
             "threads": torch.get_num_threads(),
-            "workers": workers,
-            "gpu": self._gpu,
             "may_use": sum(1 << core for core in os.sched_getaffinity(0)),
             "host": self._host.take() if self._host is not None else None,
         }
@@ -72,8 +80,7 @@ class HostSampler:
     def __init__(self, sensors: Sensors) -> None:
         self._sensors = sensors
         self._closing = threading.Event()
-        self._one_at_a_time = threading.Lock()
-        self._noting = threading.Lock()  # never held for long: the driver may take its time for an answer
+        self._noting = threading.Lock()  # never held while the driver is asked, which may take its time
         self._before: Counts | None = None
         self._looked_before: Look | None = None
         self._last: Look | None = None
@@ -92,26 +99,27 @@ class HostSampler:
                 return
 
     def look(self) -> None:
-        """Look once."""
-        with self._one_at_a_time:
-            look = self._sensors.look(time.monotonic())
-            with self._noting:
-                self._last = look
-                self._seen.add(look)
+        """Look once: the thread alone does, because a driver that does not answer would hold up who asks it."""
+        look = self._sensors.look(time.monotonic())
+        with self._noting:
+            self._looked_before = self._looked_before or look
+            self._last = look
+            self._seen.add(look)
 
     def take(self) -> dict[str, Any] | None:
-        """What the host did since this was asked before, as a `machine` event has it; None where it cannot be read."""
+        """What the host did since this was asked before, as a `machine` event has it; None where nothing is known."""
         with suppress(Exception):
-            if self._seen.is_empty:  # nobody has looked since
-                self.look()
             counts = self._sensors.count(time.monotonic())
             with self._noting:
                 before, self._before = self._before or counts, counts
+                looked_before, last = self._looked_before, self._last
+                if looked_before is None or last is None:
+                    return None
+                self._looked_before = last
                 seen, self._seen = self._seen, _Seen()
-                looked_before, self._looked_before = self._looked_before, self._last
-                last = self._last
-            assert last is not None
-            return {**_counted(before, counts), **_looked_at(looked_before or last, last, seen)}
+            if seen.is_empty and counts.at - last.at <= SECONDS_A_LOOK_LASTS:
+                seen.add(last)
+            return {**_counted(before, counts), **_looked_at(looked_before, last, seen)}
         return None
 
     def close(self) -> None:
@@ -167,7 +175,7 @@ def _counted(before: Counts, now: Counts) -> dict[str, Any]:
 def _looked_at(before: Look, last: Look, seen: _Seen) -> dict[str, Any]:
     """What was seen of a host between two looks."""
     joules = [joules for joules in (last.cpu_joules, *(gpu.joules for gpu in last.gpus)) if joules is not None]
-    measured = last.cpu_joules is not None and before.cpu_joules is not None
+    measured = last.cpu_joules is not None and before.cpu_joules is not None and last.at > before.at
     return {
         "memory": seen.most(-1, "memory"),
         "memory_total": _bytes(last.memory_total),

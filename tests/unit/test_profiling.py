@@ -1,0 +1,26 @@
+"""What a profile may not cost a run: not its speed afterwards, not its time to write, not an event that is wrong."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lockstep.profiling import Recording
+
+
+@pytest.mark.parametrize(("device", "told", "found"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)])
+def test_cupti_is_detached_after_a_profile_on_a_gpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, device: str, told: str | None, found: str | None
+) -> None:
+    monkeypatch.setenv("TEARDOWN_CUPTI", told or "")
+    if told is None:
+        monkeypatch.delenv("TEARDOWN_CUPTI")
+    engine: Any = SimpleNamespace(pipeline=None)
+    with mock.patch("lockstep.profiling.profile"):
+        Recording(engine, torch.device(device))
+    assert os.environ.get("TEARDOWN_CUPTI") == found
