@@ -739,8 +739,9 @@ class Run:
         engine, loader = self._need_engine("loader"), self._progress.first
         assert loader is not None
         self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
-        settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
-        self.journal.emit("settings", text=settings)
+        if self.is_main:
+            settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
+            self.journal.emit("settings", text=settings)
         micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
         where = (self._cutting, self.layout, self._comm.place, self.device)
         batches = (loader.order.global_batch, micro_batch)

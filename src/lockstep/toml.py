@@ -27,12 +27,12 @@ def write_toml(values: Mapping[str, Any]) -> str:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines = [_line(key, value) for key, value in values.items() if key not in tables]
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *(_line(key, value) for key, value in table.items())]
+        lines += ["", f"[{_key(name)}]", *(_line(key, value) for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
 def _line(key: str, value: Any) -> str:
-    return f"# {key} is unset" if value is None else f"{key} = {_value(value)}"
+    return f"# {_key(key)} is unset" if value is None else f"{_key(key)} = {_value(value)}"
 
 
 def _key(key: str) -> str:
