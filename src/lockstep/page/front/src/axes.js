@@ -57,7 +57,7 @@ export function yAxis(unit, isLog) {
   return {
     ...common(),
     size: (chart, values) => (values === null ? 50 : widest(chart, values) + 16),
-    space: 44,
+    space: 30,
     values: (_, splits) => (isLog ? logTexts(decades(splits), unit) : axisTexts(splits, unit)),
   };
 }
