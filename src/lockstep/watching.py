@@ -135,8 +135,9 @@ class Watching:
             self._journal.emit("straggler", step=step, **asdict(slow))
             self._say(slow.text, "warning")
         if did := [rank for rank in ranks if rank["did"]]:
-            hosts = [rank["host"] for rank in did]
-            self._journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
+            nodes = [rank["machine"]["node"] for rank in did]
+            if (timetable := timetable_event([rank["did"] for rank in did], nodes)) is not None:
+                self._journal.emit("timetable", step=step, **timetable)
 
     def _what_it_did(self, engine: Engine, last: bool) -> Lane:
         """What this rank did in the last step, where a timetable is told and it is the first of its place."""
