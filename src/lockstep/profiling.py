@@ -100,10 +100,10 @@ class Profiler:
         """Whether `step` is the last one to be profiled."""
         return self.steps is not None and step >= self.steps.last and self._first is not None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether steps were recorded that nobody has told of yet, on any rank."""
-        return self._first is not None
+    def has_recorded(self, step: int) -> bool:
+        """Whether steps up to `step` were recorded that nobody has told of yet, on any rank."""
+        # One that has begun may never be done: nobody knows that a stream has ended before its next sample is due.
+        return self._first is not None and self._first <= step
 
     def finish(self, step: int, folder: Path) -> dict[str, Any] | None:
         """Write what was recorded up to `step`; returns the fields of a `profile` event, or why there are none."""
@@ -195,6 +195,8 @@ class Recording:
             self._profile.export_chrome_trace(str(plain))
             with plain.open(encoding="utf-8") as file:
                 trace = json.load(file)
+        begun = f"{STEP}{told['last_step'] + 1}"  # and never done: no samples were left
+        trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("name") != begun]
         still = held_tensors(self._engine).keys()
         held = [[address, *tensor] for address, tensor in self._held.items() if address in still]
         trace["lockstep"] = {**told, "held": held}

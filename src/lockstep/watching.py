@@ -98,10 +98,19 @@ class Watching:
 
     def step_done(self, step: int, *, last: bool) -> None:
         """A step is counted: where it was the last that is profiled, tell of the profile."""
-        if self.profiler.is_complete(step) or (last and self.profiler.has_begun):
-            self.finish_profile(step)
+        if self.profiler.is_complete(step):
+            self._finish_profile(step)
+        elif last:
+            self.end_profile(step)
 
-    def finish_profile(self, step: int) -> None:
+    def end_profile(self, step: int) -> None:
+        """No step follows: tell of those that were recorded."""
+        if self.profiler.has_recorded(step):
+            self._finish_profile(step)
+        else:
+            self.profiler.discard()
+
+    def _finish_profile(self, step: int) -> None:
         """Tell what every rank that recorded the profiled steps has found."""
         with self._clock.paused():
             with self._comm.beat.busy():
