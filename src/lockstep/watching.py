@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.amounts import bytes_text
 from lockstep.config import LaunchConfig
 from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
@@ -120,6 +121,10 @@ class Watching:
             if "failure" in digest:
                 text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
                 self._say(text, "warning")
+            elif "too_large" in digest:
+                size, path = bytes_text(digest["too_large"]), self._folder / digest["path"]
+                why = f"at {size} it is too large to be looked through while the run waits: profile fewer steps"
+                self._say(f"the trace of rank {digest['rank']} is {path}; {why}", "warning")
             else:
                 self._journal.emit("profile", **digest)
                 self._say(f"{digest['text']}; the trace is {self._folder / digest['path']}", "info")

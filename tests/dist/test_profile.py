@@ -171,6 +171,25 @@ def test_a_step_that_was_never_done_is_no_profile(ranks: RankPool) -> None:
         assert f"the run has ended before step {after} could be profiled" in texts(events)
 
 
+def large(job: Job) -> Any:
+    with mock.patch("lockstep.profiling.MOST_BYTES", 1000):
+        _, events = train(job, "single", "large", profile="3-4")
+    (path,) = (job.folder / "large" / "profile").iterdir()
+    return events, look_at(path)
+
+
+def test_a_large_trace_is_written_and_not_looked_through(ranks: RankPool) -> None:
+    events, (names, digest) = ranks.run(large, 1)[0]
+    assert of_kind("profile", events) == []
+    assert len(of_kind("step", events)) == STEPS
+    (told,) = [text for text in texts(events) if text.startswith("the trace of rank 0 is ")]
+    assert "pt.trace.json.gz; at " in told
+    assert told.endswith("too large to be looked through while the run waits: profile fewer steps")
+    assert {"ProfilerStep#3", "ProfilerStep#4"} <= names
+    assert digest["seconds"]["compute"] > 0, "the file can be looked through elsewhere"
+    assert any("weight" in where for *_, where in digest["tensors"])
+
+
 def failing(job: Job) -> Any:
     broken = mock.patch("lockstep.profiling.os.replace", side_effect=OSError("no room"))
     plain, _ = train(job, "dp=2", "plain")
