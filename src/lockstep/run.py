@@ -766,8 +766,7 @@ class Run:
         if self.is_main:
             self._watching.ask()
         if self._progress.is_read:  # a stream, whose last step did not know that it was
-            if self._watching.profiler.has_begun:
-                self._watching.finish_profile(self._steps_done)
+            self._watching.end_profile(self._steps_done)
             if self._clock.steps:
                 self._report_ranks(last=True)
         if "unsaved" in self.requests.agreed:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from lockstep.amounts import bytes_text
 from lockstep.config import LaunchConfig
 from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
@@ -98,10 +99,19 @@ class Watching:
 
     def step_done(self, step: int, *, last: bool) -> None:
         """A step is counted: where it was the last that is profiled, tell of the profile."""
-        if self.profiler.is_complete(step) or (last and self.profiler.has_begun):
-            self.finish_profile(step)
+        if self.profiler.is_complete(step):
+            self._finish_profile(step)
+        elif last:
+            self.end_profile(step)
 
-    def finish_profile(self, step: int) -> None:
+    def end_profile(self, step: int) -> None:
+        """No step follows: tell of those that were recorded."""
+        if self.profiler.has_recorded(step):
+            self._finish_profile(step)
+        else:
+            self.profiler.discard()
+
+    def _finish_profile(self, step: int) -> None:
         """Tell what every rank that recorded the profiled steps has found."""
         with self._clock.paused():
             with self._comm.beat.busy():
@@ -111,6 +121,10 @@ class Watching:
             if "failure" in digest:
                 text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
                 self._say(text, "warning")
+            elif "too_large" in digest:
+                size, path = bytes_text(digest["too_large"]), self._folder / digest["path"]
+                why = f"at {size} it is too large to be looked through while the run waits: profile fewer steps"
+                self._say(f"the trace of rank {digest['rank']} is {path}; {why}", "warning")
             else:
                 self._journal.emit("profile", **digest)
                 self._say(f"{digest['text']}; the trace is {self._folder / digest['path']}", "info")
@@ -135,8 +149,9 @@ class Watching:
             self._journal.emit("straggler", step=step, **asdict(slow))
             self._say(slow.text, "warning")
         if did := [rank for rank in ranks if rank["did"]]:
-            hosts = [rank["host"] for rank in did]
-            self._journal.emit("timetable", step=step, **timetable_event([rank["did"] for rank in did], hosts))
+            nodes = [rank["machine"]["node"] for rank in did]
+            if (timetable := timetable_event([rank["did"] for rank in did], nodes)) is not None:
+                self._journal.emit("timetable", step=step, **timetable)
 
     def _what_it_did(self, engine: Engine, last: bool) -> Lane:
         """What this rank did in the last step, where a timetable is told and it is the first of its place."""

@@ -81,6 +81,13 @@ def compare(
     return done.returncode, json.loads(done.stdout), launches.started
 
 
+def test_nobody_is_profiled_whatever_the_config_says(tmp_path: Path) -> None:
+    config = tmp_path / "profiled.toml"
+    config.write_text('recipe = "linear"\nsteps = 100\nprofile = "50-52"\n')
+    entrants, _ = command._entrants(str(config), "single; dp=2", {"steps": 6, "device": "cpu"}, [])
+    assert [(one.config.steps, one.config.profile) for one in entrants.values()] == [(6, None)] * 2
+
+
 def test_layouts_run_in_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, told, started = compare(tmp_path, monkeypatch, {"single": [2.0, 2.0], "dp=2": [2.0, 2.0]})
     assert started == [("single", 32), ("dp=2", 32)] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def look_at(path: Path) -> tuple[set[str], dict[str, Any]]:
     return {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}, digest_trace(trace)
 
 
-def of_kind(kind: str, events: list[Event]) -> list[Event]:
+def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event["kind"] == kind]
 
 
@@ -136,20 +137,57 @@ def test_a_run_that_goes_on_profiles_what_is_left(ranks: RankPool) -> None:
     assert any("rank 3 cannot be profiled: the last rank of this run is 0" in text for text in texts(third))
 
 
-def a_stream(job: Job) -> Any:
-    with join(job, "single", profile="4-9") as run:
+def a_stream(job: Job, steps: str = "4-9") -> Any:
+    with join(job, "single", run_dir=job.folder / steps, profile=steps) as run:
         engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
         for batch in run.loader(Stream(), 8, micro_batch=4, workers=0):
             engine.step(batch)
-    return list(read_events(run.folder.events))
+    traces = [look_at(run.folder.path / event["path"]) for event in of_kind("profile", read_events(run.folder.events))]
+    return list(read_events(run.folder.events)), traces
 
 
 def test_a_run_that_ends_before_tells_of_the_steps_it_did(ranks: RankPool) -> None:
-    events = ranks.run(a_stream, 1)[0]
+    events, ((names, _),) = ranks.run(a_stream, 1)[0]
     steps = len(of_kind("step", events))
     assert 4 <= steps < 9
     (event,) = of_kind("profile", events)
     assert (event["first_step"], event["last_step"]) == (4, steps)
+    assert f"ProfilerStep#{steps}" in names
+    assert f"ProfilerStep#{steps + 1}" not in names, "its samples never came"
+
+
+def never_done(job: Job) -> Any:
+    """The first step after the last one is to be profiled, of data with a length and of a stream."""
+    _, known = train(job, "single", "known", profile=f"{STEPS + 1}")
+    stream, _ = a_stream(job, "1-2")
+    ended, _ = a_stream(job, str(len(of_kind("step", stream)) + 1))
+    return known, ended
+
+
+def test_a_step_that_was_never_done_is_no_profile(ranks: RankPool) -> None:
+    for events in ranks.run(never_done, 1)[0]:
+        after = len(of_kind("step", events)) + 1
+        assert of_kind("profile", events) == []
+        assert f"the run has ended before step {after} could be profiled" in texts(events)
+
+
+def large(job: Job) -> Any:
+    with mock.patch("lockstep.profiling.MOST_BYTES", 1000):
+        _, events = train(job, "single", "large", profile="3-4")
+    (path,) = (job.folder / "large" / "profile").iterdir()
+    return events, look_at(path)
+
+
+def test_a_large_trace_is_written_and_not_looked_through(ranks: RankPool) -> None:
+    events, (names, digest) = ranks.run(large, 1)[0]
+    assert of_kind("profile", events) == []
+    assert len(of_kind("step", events)) == STEPS
+    (told,) = [text for text in texts(events) if text.startswith("the trace of rank 0 is ")]
+    assert "pt.trace.json.gz; at " in told
+    assert told.endswith("too large to be looked through while the run waits: profile fewer steps")
+    assert {"ProfilerStep#3", "ProfilerStep#4"} <= names
+    assert digest["seconds"]["compute"] > 0, "the file can be looked through elsewhere"
+    assert any("weight" in where for *_, where in digest["tensors"])
 
 
 def failing(job: Job) -> Any:

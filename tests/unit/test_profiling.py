@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.profiling import Recording
+from lockstep.profiling import Profiler, Recording
 
 
 @pytest.mark.parametrize(("device", "told", "found"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)])
@@ -22,5 +22,18 @@ def test_cupti_is_detached_after_a_profile_on_a_gpu_unless_the_user_says_otherwi
         monkeypatch.delenv("TEARDOWN_CUPTI")
     engine: Any = SimpleNamespace(pipeline=None)
     with mock.patch("lockstep.profiling.profile"):
-        Recording(engine, torch.device(device))
+        Recording(engine, torch.device(device), with_stacks=True)
     assert os.environ.get("TEARDOWN_CUPTI") == found
+
+
+@pytest.mark.parametrize(
+    ("steps", "pipeline", "found"), [("3", None, True), ("1-5", None, True), ("1-6", None, False), ("3", "a", False)]
+)
+def test_stacks_are_recorded_of_a_few_steps_and_not_in_a_pipeline(
+    steps: str, pipeline: str | None, found: bool
+) -> None:
+    profiler = Profiler(steps, "0", 0, 1, torch.device("cpu"))
+    engine: Any = SimpleNamespace(pipeline=pipeline)
+    with mock.patch("lockstep.profiling.profile") as made, mock.patch("lockstep.profiling.Recording.begin_step"):
+        profiler.begin_step(3, engine)
+    assert made.call_args.kwargs["with_stack"] is found

@@ -88,7 +88,7 @@ def _entrants(
         *opt.named_layer(what),
         cfg.Layer("--set", cfg.parse_assignments(assignments)),
         cfg.Layer("the command line", told),
-        cfg.Layer("compare", {"validate_every": "never", "save_every": "never"}),
+        cfg.Layer("compare", {"validate_every": "never", "save_every": "never", "profile": None}),
     ]
     first = cfg.resolve(layers).config
     usual, chosen, _ = opt.processes(None, first.device, first.share_gpu)
