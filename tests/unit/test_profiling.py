@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,3 +26,24 @@ def test_cupti_is_detached_after_a_profile_on_a_gpu_unless_the_user_says_otherwi
     with mock.patch("lockstep.profiling.profile"):
         Recording(engine, torch.device(device))
     assert os.environ.get("TEARDOWN_CUPTI") == found
+
+
+RECORD = """
+from types import SimpleNamespace
+import torch
+from lockstep.profiling import Recording
+
+cpu, optimizer = torch.device("cpu"), SimpleNamespace(state={})
+engine = SimpleNamespace(pipeline=None, stored=[], buffers=[], optimizer=optimizer, device=cpu)
+recording = Recording(engine, cpu)
+recording.begin_step(1)
+torch.ones(2) + 1
+recording.close()
+"""
+
+
+def test_the_profiler_writes_nothing_to_the_terminal_of_a_run() -> None:
+    """In a process of its own: kineto looks only once how much it is to say."""
+    env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", RECORD], env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
