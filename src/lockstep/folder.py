@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -74,6 +75,11 @@ class RunFolder:
         return f"{'continuing the unfinished' if self.continues else 'new'} run {self.path}"
 
 
+def name_after(file: Path) -> str:
+    """What the run of a script or a config is called by default: as the file, with dashes for what no name may have."""
+    return re.sub(r"[^\w.-]+", "-", file.stem)
+
+
 def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", runs: Path = Path("runs")) -> RunFolder:
     """The folder of a run: an unfinished run goes on, a finished one stays and the new one takes the next number.
 
@@ -86,8 +92,10 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
         if found == "unfinished" and resume == "never":
             raise UserError(f"{run_dir} holds an unfinished run", "give another --run-dir, or drop --resume never")
         return RunFolder(run_dir, max(1, look_back(run_dir).attempt) + 1 if found == "unfinished" else 1)
-    if not name or name != Path(name).name or name.startswith("."):
-        raise UserError(f"{name!r} is not a run name", "use letters, digits and dashes; --run-dir takes a path")
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise UserError(
+            f"{name!r} is not a run name", "use letters, digits, dots, dashes and underscores; --run-dir takes a path"
+        )
     free, last = runs / name, None
     for path in _numbered(runs / name):
         if _look(path) == "free":

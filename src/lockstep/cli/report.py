@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,5 +53,7 @@ def _begun(run: Path) -> Path:
     from lockstep.folder import EVENTS
 
     if not (run / EVENTS).is_file():
-        raise UserError(f"{run} has not begun", f"wait for its first event; lockstep board {run} does")
+        raise UserError(
+            f"{run} has not begun", f"wait for its first event; lockstep board {shlex.quote(str(run))} does"
+        )
     return run
