@@ -100,6 +100,7 @@ class Engine:
         loss_reduction: Literal["sum", "mean"] = "sum",
         recovery: Recovery | None = None,
         observe: Callable[[StepResult, StepBatch], None] | None = None,
+        entered: Callable[[], None] = lambda: None,
         optimizing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.layout = layout
@@ -126,6 +127,7 @@ class Engine:
         self._comm = comm
         self._requests = requests
         self._observe = observe
+        self._entered = entered  # called when a step begins, as `observe` when it ends
         self._optimizing = optimizing  # entered while gradients are clipped and weights updated
         self.recovery = recovery or Recovery(RecoverConfig())
         self.is_sound = True
@@ -279,6 +281,7 @@ class Engine:
         if not isinstance(batch, StepBatch):
             raise UserError(f"engine.step was given a {type(batch).__name__}", "give it what run.loader(...) yields")
         assert self.is_ready, "the loader has shown its first samples"
+        self._entered()
         beat = self._comm.beat
         beat.step = self.steps_done + 1
         beat.at("forward and backward")

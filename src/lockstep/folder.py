@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,11 @@ class RunFolder:
         return f"{'continuing the unfinished' if self.continues else 'new'} run {self.path}"
 
 
+def name_after(file: Path) -> str:
+    """What the run of a script or a config is called by default: as the file, with dashes for what no name may have."""
+    return re.sub(r"[^\w.-]+", "-", file.stem)
+
+
 def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", runs: Path = Path("runs")) -> RunFolder:
     """The folder of a run: an unfinished run goes on, a finished one stays and the new one takes the next number.
 
@@ -86,8 +92,10 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
         if found == "unfinished" and resume == "never":
             raise UserError(f"{run_dir} holds an unfinished run", "give another --run-dir, or drop --resume never")
         return RunFolder(run_dir, max(1, look_back(run_dir).attempt) + 1 if found == "unfinished" else 1)
-    if not name or name != Path(name).name or name.startswith("."):
-        raise UserError(f"{name!r} is not a run name", "use letters, digits and dashes; --run-dir takes a path")
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise UserError(
+            f"{name!r} is not a run name", "use letters, digits, dots, dashes and underscores; --run-dir takes a path"
+        )
     free, last = runs / name, None
     for path in _numbered(runs / name):
         if _look(path) == "free":
@@ -99,20 +107,36 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
     return RunFolder(free, 1)
 
 
-def existing_run(path: Path) -> Path:
-    """The folder of a run that a user named, whether or not it has begun; anything else is refused."""
+def existing_runs(paths: Sequence[Path]) -> list[Path]:
+    """The folders of runs that a user named, each once, whether or not they have begun; anything else is refused."""
+    return list({run.resolve(): run for run in map(_existing_run, paths)}.values())
+
+
+def _existing_run(path: Path) -> Path:
     try:
+        if path.name == EVENTS and path.is_file():
+            return path.parent
         if (path / EVENTS).is_file() or (path / CONFIG).is_file():
             return path
+        if inside := _runs_in(path):
+            raise UserError(f"{path} is a folder of runs", f"name one of them: {_some(inside)}")
         if path.exists():
             raise UserError(f"{path} is not a run folder", f"name one such as runs/lm: it has {CONFIG} and {EVENTS}")
-        places = dict.fromkeys(place for place in (path.parent, Path("runs")) if place.is_dir())
-        runs = [one for place in places for one in sorted(place.iterdir()) if (one / EVENTS).is_file()]
+        runs = [one for place in dict.fromkeys((path.parent, Path("runs"))) for one in _runs_in(place)]
     except OSError as error:
         raise UserError(f"cannot read the run folder {path}", reason(error)) from None
     meant = nearest(str(path), map(str, runs)) or next((str(one) for one in runs if one.name == path.name), None)
-    fix = f"did you mean {meant}?" if meant else f"there is {', '.join(map(str, runs[-8:]))}" if runs else "train one"
-    raise UserError(f"there is no run {path}", fix)
+    there = f"there {'is' if len(runs) == 1 else 'are'} {_some(runs)}" if runs else "train one"
+    raise UserError(f"there is no run {path}", f"did you mean {meant}?" if meant else there)
+
+
+def _runs_in(place: Path) -> list[Path]:
+    return [one for one in sorted(place.iterdir()) if (one / EVENTS).is_file()] if place.is_dir() else []
+
+
+def _some(runs: Sequence[Path]) -> str:
+    """The last few of them."""
+    return ", ".join(map(str, runs[-8:]))
 
 
 def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:

@@ -14,7 +14,15 @@ from torch.distributed import Store
 
 from lockstep.config import LaunchConfig, launch_config
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, choose_folder, create_folder, hold, settle_script_config, this_attempt
+from lockstep.folder import (
+    RunFolder,
+    choose_folder,
+    create_folder,
+    hold,
+    name_after,
+    settle_script_config,
+    this_attempt,
+)
 from lockstep.launch import LAUNCH
 from lockstep.layout import Layout
 from lockstep.recording import VerifySettings
@@ -75,7 +83,9 @@ def init(
     locks: list[IO[str]] = []
 
     def choose() -> tuple[str, int]:
-        folder = choose_folder(name or Path(sys.argv[0]).stem or "run", Path(run_dir) if run_dir else None, resume)
+        folder = choose_folder(
+            name or name_after(Path(sys.argv[0])) or "run", Path(run_dir) if run_dir else None, resume
+        )
         create_folder(folder, config)
         locks.append(hold(folder.path))
         return str(folder.path), folder.attempt

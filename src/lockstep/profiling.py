@@ -155,6 +155,9 @@ class Recording:
     def __init__(self, engine: Engine, device: torch.device, *, with_stacks: bool) -> None:
         self._engine = engine
         self._device = device
+        # Else kineto writes lines for its developers to stderr. 6 is the first level above all of them; it is read when
+        # the profiler is first used.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if device.type == "cuda":
             # Read when the trace ends. Else CUPTI stays attached and every kernel is slower from then on
             # (pytorch issue 144455).

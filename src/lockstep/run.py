@@ -260,6 +260,7 @@ class Run:
                 Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
             ),
             observe=self._observe,
+            entered=self._clock.script_ends,
             optimizing=self._clock.optimizing,
         )
         self._progress.clear()
@@ -785,6 +786,7 @@ class Run:
                 self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
+        self._clock.script_begins()
 
     def _flops(self, engine: Engine, coming: StepBatch | None) -> dict[str, Any]:
         """What a sample costs, and what the device of a rank could do."""

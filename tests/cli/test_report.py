@@ -70,6 +70,20 @@ def test_several_runs_are_compared_in_the_current_folder(tmp_path: Path, made: P
     assert not (made / "report.html").exists()
 
 
+def test_a_run_that_is_named_twice_is_not_compared_with_itself(tmp_path: Path, made: Path) -> None:
+    done = in_this_process(tmp_path, "report", "runs/lm", "runs/lm/events.jsonl", str(made), "runs/lm/")
+    assert done.returncode == 0
+    data = data_in(made / "report.html")
+    assert [one["name"] for one in data["runs"]] == ["lm"]
+    assert not data["comparison"]
+
+
+def test_the_log_of_a_run_means_the_run(tmp_path: Path, made: Path) -> None:
+    done = in_this_process(tmp_path, "report", "runs/lm/events.jsonl")
+    assert (done.returncode, done.stdout) == (0, "report: runs/lm/report.html\n")
+    assert (made / "report.html").exists()
+
+
 def test_a_pdf_comes_beside_the_page_or_alone(tmp_path: Path, made: Path) -> None:
     both = in_this_process(tmp_path, "report", "runs/lm", "--pdf")
     assert both.stdout == "report: runs/lm/report.html\nreport: runs/lm/report.pdf\n"
@@ -127,13 +141,17 @@ def test_an_unknown_run_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert refused(tmp_path, "runs/ln") == "there is no run runs/ln: did you mean runs/lm?"
     assert refused(tmp_path, "lm") == "there is no run lm: did you mean runs/lm?"
     assert refused(tmp_path, "runs/quite-another") == "there is no run runs/quite-another: there is runs/lm"
+    write_run(tmp_path / "runs/vit", Made(steps=5))
+    assert refused(tmp_path, "runs/quite-another") == "there is no run runs/quite-another: there are runs/lm, runs/vit"
+    assert refused(tmp_path, "runs") == "runs is a folder of runs: name one of them: runs/lm, runs/vit"
 
 
 @pytest.mark.usefixtures("made")
 def test_what_is_no_run_or_has_not_begun_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     assert refused(tmp_path, "photos").startswith("photos is not a run folder: ")
-    assert refused(tmp_path, "runs/lm/events.jsonl").startswith("runs/lm/events.jsonl is not a run folder: ")
+    (tmp_path / "photos/events.json").touch()
+    assert refused(tmp_path, "photos/events.json").startswith("photos/events.json is not a run folder: ")
     (tmp_path / "photos/config.toml").touch()
     assert refused(tmp_path, "photos").startswith("photos has not begun: ")
 

@@ -19,6 +19,7 @@ from lockstep.folder import (
     check_same_training,
     choose_folder,
     create_folder,
+    name_after,
     write_config,
 )
 
@@ -115,11 +116,24 @@ def test_an_empty_folder_is_as_good_as_none(tmp_path: Path) -> None:
     assert choose_folder("lm", runs=tmp_path) == RunFolder(tmp_path / "lm", attempt=1)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/tmp/a", "a/", "../lm"])
-def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "/tmp/a", "a/", "../lm", "<b>x", "a b", "$(x)", "lm\n"]
+)
+def test_a_name_that_is_a_path_or_means_more_to_a_shell_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError) as refusal:
         choose_folder(name, runs=tmp_path)
-    assert str(refusal.value) == f"{name!r} is not a run name: use letters, digits and dashes; --run-dir takes a path"
+    fix = "use letters, digits, dots, dashes and underscores; --run-dir takes a path"
+    assert str(refusal.value) == f"{name!r} is not a run name: {fix}"
+
+
+@pytest.mark.parametrize("name", ["lm", "lm-2", "lm_2.1", "größe", "-c"])
+def test_a_name_of_letters_and_a_few_signs_is_taken(tmp_path: Path, name: str) -> None:
+    assert choose_folder(name, runs=tmp_path).path == tmp_path / name
+
+
+def test_a_run_is_called_after_its_file_whatever_that_is_called() -> None:
+    assert name_after(Path("some/train.py")) == "train"
+    assert name_after(Path("my train (1).py")) == "my-train-1-"
 
 
 # --run-dir -----------------------------------------------------------------------------------------------------------

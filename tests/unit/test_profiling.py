@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,3 +39,24 @@ def test_stacks_are_recorded_of_a_few_steps_and_not_in_a_pipeline(
     with mock.patch("lockstep.profiling.profile") as made, mock.patch("lockstep.profiling.Recording.begin_step"):
         profiler.begin_step(3, engine)
     assert made.call_args.kwargs["with_stack"] is found
+
+
+RECORD = """
+from types import SimpleNamespace
+import torch
+from lockstep.profiling import Recording
+
+cpu, optimizer = torch.device("cpu"), SimpleNamespace(state={})
+engine = SimpleNamespace(pipeline=None, stored=[], buffers=[], optimizer=optimizer, device=cpu)
+recording = Recording(engine, cpu)
+recording.begin_step(1)
+torch.ones(2) + 1
+recording.close()
+"""
+
+
+def test_the_profiler_writes_nothing_to_the_terminal_of_a_run() -> None:
+    """In a process of its own: kineto looks only once how much it is to say."""
+    env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", RECORD], env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

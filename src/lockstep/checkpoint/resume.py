@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def given_checkpoint(path: Path) -> Whole:
     if path.is_file():
         raise UserError(
             f"{path} is a file and not a checkpoint",
-            f"make a run of it first: lockstep ckpt import {path} RUN",
+            f"make a run of it first: lockstep ckpt import {shlex.quote(str(path))} RUN",
         )
     return newest_whole(path) if (path / "checkpoints").is_dir() and not is_checkpoint(path) else open_or_refuse(path)
 

@@ -23,11 +23,11 @@ def board_command(
     """Show runs in a browser as they go on; read-only, until Ctrl-C."""
     from rich.console import Console as Terminal
 
-    from lockstep.folder import existing_run
+    from lockstep.folder import existing_runs
     from lockstep.page.serve import follow, open_board
 
     terminal = Terminal(highlight=False)
-    folders = [existing_run(run) for run in runs]
+    folders = existing_runs(runs)
     with open_board(follow(folders), host, port) as board:
         with terminal.status(f"reading {', '.join(map(str, folders))}"):
             board.page.newest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,9 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
         table.add_row(str(row["step"]), _when(row["time"]), size, row["layout"] or "", loss, verdict)
     terminal = Terminal(highlight=False)
     terminal.print(table)
-    terminal.print(f"\nby indices and sizes; lockstep ckpt verify {run} reads everything", soft_wrap=True)
+    terminal.print(
+        f"\nby indices and sizes; lockstep ckpt verify {shlex.quote(str(run))} reads everything", soft_wrap=True
+    )
     return 0
 
 
@@ -199,7 +202,8 @@ def import_command(
     if foreign.left_out:
         more = f" and {len(foreign.left_out) - 8} more" if len(foreign.left_out) > 8 else ""
         print(f"left out: {', '.join(map(shown, foreign.left_out[:8]))}{more}")
-    print(f"begin with it: lockstep train RECIPE --run-dir {run}, or lockstep run --run-dir {run} SCRIPT")
+    there = f"--run-dir {shlex.quote(str(run))}"
+    print(f"begin with it: lockstep train RECIPE {there}, or lockstep run {there} SCRIPT")
     return 0
 
 

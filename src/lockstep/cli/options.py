@@ -51,12 +51,13 @@ def given(**options: Any) -> dict[str, Any]:
 def named_layer(what: str | None) -> list[Layer]:
     """The config values that naming a recipe or a TOML file gives."""
     from lockstep.config import Layer
+    from lockstep.folder import name_after
     from lockstep.toml import read_toml
 
     if what is None:
         return []
     if what.endswith(".toml"):
-        return [Layer(what, {"name": Path(what).stem, **read_toml(Path(what))})]
+        return [Layer(what, {"name": name_after(Path(what)), **read_toml(Path(what))})]
     return [Layer("the command line", {"recipe": what})]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,12 +28,12 @@ def report_command(
     ] = False,
 ) -> int:
     """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
-    from lockstep.folder import existing_run
+    from lockstep.folder import existing_runs
     from lockstep.page.build import build_page
     from lockstep.page.panels import as_json as page_data
     from lockstep.page.report import REPORT, write_page
 
-    folders = [_begun(existing_run(run)) for run in runs]
+    folders = [_begun(run) for run in existing_runs(runs)]
     target = output or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     if target.suffix not in SUFFIXES and not target.is_dir():
         raise UserError(f"--output {target} is neither a page nor a PDF", f"call it {target.with_suffix('.html')}")
@@ -52,5 +53,7 @@ def _begun(run: Path) -> Path:
     from lockstep.folder import EVENTS
 
     if not (run / EVENTS).is_file():
-        raise UserError(f"{run} has not begun", f"wait for its first event; lockstep board {run} does")
+        raise UserError(
+            f"{run} has not begun", f"wait for its first event; lockstep board {shlex.quote(str(run))} does"
+        )
     return run

@@ -40,7 +40,7 @@ def run_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
-    from lockstep.folder import check_same_script, choose_folder
+    from lockstep.folder import check_same_script, choose_folder, name_after
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
     from lockstep.selection import ranks_of
@@ -71,7 +71,7 @@ def run_command(
     if opt.is_done(run_dir):
         terminal.print(f"{run_dir} is finished", soft_wrap=True)
         return 0
-    folder = choose_folder(config.name or script.stem, run_dir, resume)
+    folder = choose_folder(config.name or name_after(script), run_dir, resume)
     opt.check_resume(resume, folder)
     check_same_script(folder, script)
     if "layout" in told:  # else the script may say

@@ -160,10 +160,12 @@ def _seconds(time: str) -> int:
 
 
 def _name_of(kind: str, given: dict[str, Any]) -> str:
+    from lockstep.folder import name_after
+
     if kind == "run":
-        return Path(given["script"]).stem
+        return name_after(Path(given["script"]))
     what = given.get("what") or "lm"
-    return Path(what).stem if what.endswith(".toml") else str(what)
+    return name_after(Path(what)) if what.endswith(".toml") else str(what)
 
 
 def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:

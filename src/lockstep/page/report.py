@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,13 +51,14 @@ def write_page(page: Page, target: Path) -> None:
 
 def leave_report(folder: Path) -> str:
     """Write the report of a run that has just ended; where it cannot be, say in one line why there is none."""
+    again = f"lockstep report {shlex.quote(str(folder))}"
     try:
         size = (folder / EVENTS).stat().st_size
         if size > MOST_BYTES:
-            return f"no report: the log has {bytes_text(size)}; lockstep report {folder} reads it all the same"
+            return f"no report: the log has {bytes_text(size)}; {again} reads it all the same"
         write_report(folder)
     except KeyboardInterrupt:
-        return f"no report: interrupted; lockstep report {folder} makes one"
+        return f"no report: interrupted; {again} makes one"
     except Exception as error:
         # Whatever it is, the run has ended as it has.
         said = str(error).splitlines() or [type(error).__name__]

@@ -1,6 +1,6 @@
 """Where the time of this rank's steps goes: waiting for samples, waiting in collectives, and the rest.
 
-Of the rest two parts are told apart: the optimizer, and the script's own code between two steps.
+Of the rest two parts are told apart: the optimizer, and the script's own code around the engine's steps.
 
 All ranks of a training take equally long over a step, because they wait for each other in it. Only the time that a rank
 does not wait tells which one is slow: it is the one that waits least.
@@ -52,7 +52,7 @@ class Spent:
     """What this rank computed."""
     optimizer: float = 0.0
     between: float = 0.0
-    """The script's own code between two steps. Both without what they stood still for."""
+    """The script's own code, before and after the engine's step. Both without what they stood still for."""
 
 
 class StepClock:
@@ -71,7 +71,7 @@ class StepClock:
         self._parts = _nothing()  # of the step that runs
         self._is_stalled = False
         self._working: Work | None = None
-        self._left_engine: Moment | None = None  # when the script's code between two steps began, while it runs
+        self._script_began: Moment | None = None  # while the script's own code runs
         self._spare: list[torch.cuda.Event] = []
         self._open: list[Pair] = []
         self._passed: deque[Pair] = deque()
@@ -131,9 +131,9 @@ class StepClock:
         """A part of the step begins; None where nothing is measured, or a dataset talks to other ranks."""
         if self._is_stalled:
             return None
-        if part == "input" and self._left_engine is not None:
-            self._script_is_done(self._left_engine)
-        now = time.perf_counter() if self._stream is None else self._event()
+        if part == "input":
+            self.script_ends()
+        now = self._now()
         if part == "optimizer":
             self._working = part
         else:
@@ -149,13 +149,20 @@ class StepClock:
         if not failed:
             self._add(part, before)
 
-    def _script_is_done(self, began: Moment) -> None:
-        """The loader is asked: the script's own code after a step ends here."""
-        # All that this step has stood still so far was in that code.
-        self._open = [(part, "between", before, after) for part, _, before, after in self._open]
-        self._add("between", began)
-        self._parts["between"] -= self._parts["wait"]
-        self._left_engine = None
+    def script_begins(self) -> None:
+        """The script's own code goes on: it has got a batch, or the engine is done with one."""
+        self._working = "between"
+        self._script_began = self._now()
+
+    def script_ends(self) -> None:
+        """It waits: the engine is given a batch, or the loader is asked for one."""
+        began = self._script_began
+        self._forget_script()
+        if began is not None:
+            self._add("between", began)
+
+    def _forget_script(self) -> None:
+        self._working = self._script_began = None
 
     def _add(self, part: Stall | Work, before: Moment) -> None:
         """A part of the step ends now. What stands still while it works did not work."""
@@ -174,7 +181,7 @@ class StepClock:
         try:
             yield
         except BaseException:
-            self._left_engine = None  # no more events for a GPU that may have failed: they would hide why
+            self._forget_script()  # no more events for a GPU that may have failed: they would hide why
             raise
         finally:
             self._is_stalled = False
@@ -193,8 +200,8 @@ class StepClock:
         self._parts = _nothing()
         self._give_back(self._open)
         self._open = []
-        if self._left_engine is not None:
-            self._left_engine = self._now()
+        if self._script_began is not None:
+            self._script_began = self._now()
         self._began = time.perf_counter()
 
     def step_done(self, samples: int, *, counts: bool = True) -> float:
@@ -208,6 +215,7 @@ class StepClock:
             self._passed.clear()
         if not counts:
             self.start()
+            self.script_begins()
             return seconds
         self.steps += 1
         self._samples += samples
@@ -218,7 +226,7 @@ class StepClock:
         self._read(wait=False)
         self._open = []
         self._parts = _nothing()
-        self._left_engine = self._now()
+        self.script_begins()
         self._began = now
         return seconds
 
