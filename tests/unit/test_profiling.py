@@ -48,7 +48,7 @@ from lockstep.profiling import Recording
 
 cpu, optimizer = torch.device("cpu"), SimpleNamespace(state={})
 engine = SimpleNamespace(pipeline=None, stored=[], buffers=[], optimizer=optimizer, device=cpu)
-recording = Recording(engine, cpu)
+recording = Recording(engine, cpu, with_stacks=True)
 recording.begin_step(1)
 torch.ones(2) + 1
 recording.close()
