@@ -111,7 +111,13 @@ def existing_run(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot read the run folder {path}", reason(error)) from None
     meant = nearest(str(path), map(str, runs)) or next((str(one) for one in runs if one.name == path.name), None)
-    fix = f"did you mean {meant}?" if meant else f"there is {', '.join(map(str, runs[-8:]))}" if runs else "train one"
+    fix = (
+        f"did you mean {meant}?"
+        if meant
+        else f"there {'is' if len(runs) == 1 else 'are'} {', '.join(map(str, runs[-8:]))}"
+        if runs
+        else "train one"
+    )
     raise UserError(f"there is no run {path}", fix)
 
 
