@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 ROUNDED_UP = 0.9995
 """From here on three digits say that it is the next unit: 999,996 bytes are 1 MB, and not 1e+03 kB."""
 
@@ -61,6 +64,18 @@ def share_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def beside_prediction(measured: float, predicted: float, text: Callable[[float], str]) -> str:
+    """How a measurement stands to what was predicted, in words that cannot be read the wrong way round."""
+    ratio = measured / predicted if predicted > 0 else math.inf
+    if not 0.5 < ratio < 2:
+        how = f"{ratio:.2g} times"
+    elif abs(ratio - 1) < 0.005:
+        how = "equal to"
+    else:
+        how = f"{100 * abs(ratio - 1):.0f} % {'more' if ratio > 1 else 'less'} than"
+    return f"{how} the predicted {text(predicted)}"
+
+
 def error_text(error: float) -> str:
     """How far off a prediction was, as a share of what was measured."""
     return f"{100 * error:+.0f} %"
@@ -78,6 +93,11 @@ def device_time_text(hours: float, device: str) -> str:
 def energy_text(kwh: float) -> str:
     """Energy; little of it in watt-hours."""
     return f"{_three_digits(kwh)} kWh" if kwh >= 0.1 else f"{_three_digits(1000 * kwh)} Wh"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _three_digits(value: float) -> str:

@@ -16,7 +16,7 @@ from lockstep.page.summary import Summary
 def plain_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for what makes sentences of a summary: these tests are of what is read and drawn."""
 
-    def headline(summary: Summary) -> Headline:
+    def headline(summary: Summary, _written: float | None = None) -> Headline:
         return Headline(summary.name, "", summary.state, "", [])
 
     def compare_runs(summaries: Sequence[Summary]) -> list[Section]:

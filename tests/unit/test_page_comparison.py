@@ -116,8 +116,12 @@ def test_steps_that_grow_with_the_ranks_are_weak_scaling() -> None:
 
 
 def test_an_efficiency_over_a_hundred_per_cent_is_remarked_upon() -> None:
-    assert "something held on-1 up" in scaling(run_on(1, 10.0), run_on(2, 24.0)).note
-    assert "held" not in scaling(run_on(1, 10.0), run_on(2, 19.0)).note
+    table = scaling(run_on(1, 10.0), run_on(2, 24.0))
+    assert table.rows[1][-1] == "120.0 % !"
+    assert "An efficiency over 100 % (marked !) is an error" in table.note
+    usual = scaling(run_on(1, 10.0), run_on(2, 19.0))
+    assert usual.rows[1][-1] == "95.0 %"
+    assert "marked" not in usual.note
 
 
 def test_a_run_without_steps_is_in_the_table_and_nobodys_base() -> None:

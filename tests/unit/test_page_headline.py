@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -92,8 +93,6 @@ def test_goodput_is_steps_that_were_kept_over_all_time() -> None:
 @pytest.mark.parametrize(
     ("label", "changes"),
     [
-        ("MFU", {"mfu": 1.2}),
-        ("MFU", {"mfu": None, "flops_per_second": 5e15}),
         ("Goodput", {"spent": replace(SPENT, other=-100)}),
         ("Memory", {"memory": 160 * GB}),
     ],
@@ -102,6 +101,35 @@ def test_more_than_a_hundred_per_cent_is_an_error(label: str, changes: dict[str,
     found = fact(label, **changes)
     assert found.level == "error"
     assert found.note.startswith("more than")
+
+
+def test_an_mfu_over_a_hundred_per_cent_is_no_number_but_an_error_with_its_fix() -> None:
+    wrong = "an error: 132 % of the peak cannot be, so that the peak is too low (lockstep bench): run it again"
+    found = fact("MFU", mfu=None, flops_per_second=5e15, mfu_reason=wrong)
+    assert found == Fact("MFU", UNKNOWN, wrong, "error")
+
+
+def test_a_report_of_a_running_run_says_when_it_was_written() -> None:
+    running = healthy(state="running", steps=69, total_steps=100, step_seconds=0.01)
+    written = datetime(2026, 11, 16, 9, 5).timestamp()
+    told = headline(running, written).verdict
+    assert told == "Running when this was written (09:05, 16 Nov 2026): step 69 of 100, about 1 s left."
+    assert headline(running).verdict == "Running: step 69 of 100, about 1 s left."
+    assert headline(replace(running, steps=100)).verdict == "Running: step 100 of 100."
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        (0.275, "2.5 times the predicted 109 ms"),
+        (0.145, "33 % more than the predicted 109 ms"),
+        (0.1, "8 % less than the predicted 109 ms"),
+        (0.109, "equal to the predicted 109 ms"),
+        (0.0109, "0.1 times the predicted 109 ms"),
+    ],
+)
+def test_a_prediction_cannot_be_read_the_wrong_way_round(measured: float, text: str) -> None:
+    assert fact("Step time", step_seconds=measured, predicted_step=Compared(0.109, measured, 0.0)).note.endswith(text)
 
 
 def test_mfu_says_what_it_is_and_of_which_peak() -> None:
@@ -147,12 +175,15 @@ def test_losses() -> None:
 
 def test_predicted_against_measured() -> None:
     assert fact("Step time").value == "400 ms"
-    assert fact("Step time").note.endswith("predicted 440 ms (+10 %)")
-    assert fact("Predicted memory").note == "of tensors, on the fullest rank; measured 80 GB (-2 %)"
+    assert fact("Step time").note.endswith("9 % less than the predicted 440 ms")
+    assert (
+        fact("Predicted memory").note
+        == "of tensors, on the fullest rank; measured 80 GB, 3 % more than the predicted amount"
+    )
     off = fact("Step time", predicted_step=Compared(0.8, 0.4, 1.0))
     assert (off.level, off.value) == ("warning", "400 ms")
     assert fact("Step time", predicted_step=None).note.endswith("nothing was predicted")
-    assert fact("Step time", predicted_step=Compared(0.2, None, None)).note.endswith("predicted 200 ms (-50 %)")
+    assert fact("Step time", predicted_step=Compared(0.2, None, None)).note.endswith("2 times the predicted 200 ms")
     assert fact("Step time", predicted_step=None, step_seconds=None).value == UNKNOWN
     assert fact("Predicted memory", predicted_memory=Compared(GB, None, None)).note.endswith("not measured")
     assert fact("Predicted memory", predicted_memory=None).value == UNKNOWN

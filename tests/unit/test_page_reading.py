@@ -140,7 +140,7 @@ def test_lines_that_are_no_events_are_counted_with_the_first_one(tmp_path: Path)
     page = page_of(write_run(tmp_path / "run", Made(steps=10), more))
     assert page.unreadable == [
         f"4 lines are not JSON (the first in line {count + 1})",
-        f"2 lines are not JSON objects (the first in line {count + 3})",
+        f"2 lines are JSON, but no object (the first in line {count + 3})",
         f"1 line is without a kind (line {count + 5})",
         f"2 lines are without a time that can be (the first in line {count + 6})",
         f"1 line is without the number of an attempt (line {count + 8})",

@@ -87,7 +87,7 @@ def test_speed_has_a_curve_for_each_attempt(tmp_path: Path) -> None:
 def test_many_attempts_do_not_make_many_curves(tmp_path: Path) -> None:
     page = page_of(tmp_path, replace(PLAIN, steps=40, fails_after=(5,) * 600, save_every=None))
     assert len(panel(page, "rate").curves) == 12
-    assert "The first 589 attempts are left out" in panel(page, "rate").note
+    assert "Left out: the first 589 of 601 attempts." in panel(page, "rate").note
     timeline = panel(page, "timeline")
     assert len(timeline.moments) == MOST_MOMENTS
     assert {moment.level for moment in timeline.moments} == {"error"}

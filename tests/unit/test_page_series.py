@@ -79,9 +79,9 @@ def test_a_rate_of_merged_steps_is_the_sum_of_items_over_the_sum_of_seconds() ->
     assert (curve.y, curve.low, curve.high) == ([4], [2.5], [10])
 
 
-def test_numbers_have_five_digits() -> None:
-    assert rounded(1.23456789) == 1.2346
-    assert rounded(1234567.0) == 1234600
+def test_numbers_have_seven_digits_so_that_four_come_out_right() -> None:
+    assert rounded(2.4314656) == 2.431466, "five would be 2.4315, which is written as 2.432"
+    assert rounded(12345678.0) == 12345680
     assert rounded(math.nan) is None
     assert isinstance(rounded(3.0), int)
 

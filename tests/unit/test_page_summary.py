@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.events import Event
+from lockstep.page.advice import advise
 from lockstep.page.panels import State
 from lockstep.page.reading import RunReader
 from lockstep.page.summary import Compared, Summary
@@ -182,7 +183,34 @@ def test_mfu_is_the_work_of_the_model_over_what_all_devices_can_do(tmp_path: Pat
 def test_an_mfu_above_one_is_an_error(tmp_path: Path) -> None:
     found = summary_of(tmp_path, replace(PLAIN, per_sample=5e9, peak=3e11))
     assert found.mfu is None
-    assert found.mfu_reason.startswith("ERROR: 133 % of the peak cannot be")
+    assert found.mfu_reason.startswith("an error: 133 % of the peak cannot be")
+
+
+def test_a_run_that_failed_keeps_only_the_steps_it_had_saved(tmp_path: Path) -> None:
+    def failed(events: list[Event], *, saved: bool) -> list[Event]:
+        kept = [one for one in events if one["kind"] != "end" and (saved or one["kind"] != "checkpoint")]
+        last = kept[-1]
+        end = {"kind": "stop", "reason": "failed", "step": 200, "text": "it broke"}
+        return [*kept, {**end, "time": last["time"], "attempt": last["attempt"]}]
+
+    with_saves = changed(tmp_path, PLAIN, lambda events: failed(events, saved=True)).spent
+    without = changed(tmp_path, PLAIN, lambda events: failed(events, saved=False)).spent
+    assert with_saves.repeated == pytest.approx(0, abs=1e-6), "the last step is saved"
+    assert without.steps == 0
+    assert without.repeated == pytest.approx(200 * 0.1)
+
+
+def test_a_loss_that_is_not_finite_and_stops_the_run_is_the_first_thing_to_change(tmp_path: Path) -> None:
+    def stopped(events: list[Event]) -> list[Event]:
+        kept = [one for one in events if one["kind"] != "end"]
+        common = {"time": kept[-1]["time"], "attempt": kept[-1]["attempt"]}
+        alarm = {"kind": "alarm", "what": "loss", "step": 201, "rank": 0, "sample_ids": [1], "loss": "NaN"}
+        stop = {"kind": "stop", "reason": "failed", "step": 200, "text": "NonFiniteError"}
+        return [*kept, {**alarm, "action": "stop", "text": "not finite", **common}, {**stop, **common}]
+
+    first = advise(changed(tmp_path, PLAIN, stopped))[0]
+    assert "a loss that is not finite" in first.text
+    assert first.evidence == "The loss of step 201 is no finite number."
 
 
 def test_without_a_peak_there_is_no_mfu_and_a_reason(tmp_path: Path) -> None:

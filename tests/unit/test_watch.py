@@ -204,7 +204,7 @@ def test_an_unknown_run_is_refused_with_the_nearest_one(tmp_path: Path):
     for name, fix in [
         ("runs/wikitxt", "there is no run runs/wikitxt: did you mean runs/wikitext?"),
         ("wikitext", "there is no run wikitext: did you mean runs/wikitext?"),
-        ("runs/zzz", "there is no run runs/zzz: there are runs/wikitext"),
+        ("runs/zzz", "there is no run runs/zzz: there is runs/wikitext"),
         ("runs/empty", "runs/empty is not a run folder (it has no events.jsonl): give a folder such as runs/lm"),
     ]:
         done = in_this_process(tmp_path, "watch", name, "--once")

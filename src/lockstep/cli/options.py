@@ -75,7 +75,11 @@ def find_run(run: Path) -> Path:
     places = dict.fromkeys((run.parent, Path("runs")))
     known = {path.name: path for place in places if place.is_dir() for path in place.iterdir() if is_run(path)}
     close = nearest(run.name, known)
-    some = f"there are {', '.join(map(str, sorted(known.values())[:10]))}" if known else "give a folder such as runs/lm"
+    some = (
+        f"there {'is' if len(known) == 1 else 'are'} {', '.join(map(str, sorted(known.values())[:10]))}"
+        if known
+        else "give a folder such as runs/lm"
+    )
     raise UserError(f"there is no run {run}", f"did you mean {known[close]}?" if close else some)
 
 

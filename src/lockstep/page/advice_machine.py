@@ -77,10 +77,11 @@ def too_many_threads(summary: Summary) -> Found | None:
             text = f"The CPUs of {host.host} are oversubscribed, and its threads wait for a core: start with {fix}"
             if each * len(ranks) + workers > host.cores and not workers:
                 text += ", or with fewer ranks"
+            helped = f" and {workers} data worker{'s' * (workers > 1)}" if workers else ""
             evidence = (
-                f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} with {_range(threads)} threads each"
-                f"{f' and {workers} data workers' if workers else ''} want {sum(threads) + workers} cores; {host.host} "
-                f"has {host.cores}, {percent(busy)} busy."
+                f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} with {_range(threads)} "
+                f"thread{'s' * (max(threads) > 1)} each{helped} want "
+                f"{sum(threads) + workers} cores; {host.host} has {host.cores}, {percent(busy)} busy."
             )
             worst = (crowd, text + ".", evidence)
     if worst is None or not step_of(summary):

@@ -71,7 +71,7 @@ def repeated_work(summary: Summary) -> Found | None:
         return None
     evidence = (
         f"{duration_text(spent.repeated)} of {duration_text(running)} ({percent(spent.repeated / running)}) were steps "
-        f"done again after {failures} failure{'s' if failures > 1 else ''}, with "
+        f"done again, or to be done again, after {failures} failure{'s' if failures > 1 else ''}, with "
         f"{summary.checkpoints or 'no'} checkpoint{'s' if summary.checkpoints != 1 else ''}."
     )
     if not summary.checkpoints:
@@ -158,6 +158,12 @@ def much_validation(summary: Summary) -> Found | None:
 def lost_steps(summary: Summary) -> Found | None:
     """Loss or gradients are not finite: steps are skipped, or all that follows is lost."""
     skipped = summary.skipped_steps
+    if summary.not_finite and summary.state == "failed":
+        text = (
+            f"The run stopped at a {summary.not_finite.split()[0]} that is not finite, and would again: look at the "
+            "samples that the alarm names, or use a smaller optimizer.lr."
+        )
+        return math.inf, Advice(text, f"The {summary.not_finite} is no finite number.", "events")
     if summary.steps and not skipped and (summary.loss is None or not math.isfinite(summary.loss)):
         text = (
             "The loss is not finite, so that nothing is learnt any more: go on from an earlier checkpoint with a "

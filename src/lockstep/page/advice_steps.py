@@ -96,7 +96,10 @@ def exposed_communication(summary: Summary) -> Found | None:
     if waits is None:
         return None
     fix = f"{_talk_less(summary)}; lockstep plan ranks the layouts, lockstep bench finds a slow link"
-    return _of_the_steps(summary, waits, f"The ranks wait for each other: {fix}.", "the ranks waited", "time")
+    least = min(summary.ranks, key=lambda rank: rank.wait)
+    all_of_them = seconds_text(mean(rank.wait for rank in summary.ranks))
+    who = f"rank {least.rank}, which waits least (all ranks on average: {all_of_them}), waited"
+    return _of_the_steps(summary, waits, f"The ranks wait for each other: {fix}.", who, "time")
 
 
 def between_steps(summary: Summary) -> Found | None:
@@ -186,6 +189,11 @@ def _of_the_steps(summary: Summary, seconds: float, text: str, what: str, sectio
 def _talk_less(summary: Summary) -> str:
     """What to try for less communication, by the axis that talks most."""
     layout = layout_of(summary)
+    if layout is not None and layout.pp > 1 and layout.tp == 1:
+        return (
+            "give the pipeline more pipeline.micro_batches, so that its places stand still less, and cut it into parts "
+            "that take equally long (pipeline.cuts)"
+        )
     if summary.device == "cpu" and summary.nodes == 1:
         fewer = "one rank" if summary.world_size == 2 else f"fewer ranks than {summary.world_size}"
         return f"on the CPUs of one node {fewer} with more threads may be faster"
@@ -198,8 +206,6 @@ def _talk_less(summary: Summary) -> str:
         if layout.tp % 2 == 0:
             other = replace(layout, tp=layout.tp // 2, fsdp=layout.fsdp * 2)
             return f"tp sends in every block, so cut less with it, as in {other}"
-    if layout.pp > 1:
-        return "give the pipeline more pipeline.micro_batches, so that its places stand still less"
     if layout.cp > 1:
         return f"cp={layout.cp} sends keys and values in every block, so use it only for texts that do not fit else"
     if layout.fsdp > 1:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep import __version__
+from lockstep.amounts import listed
 from lockstep.page.panels import Page
 from lockstep.page.reading import RunReader
 
@@ -24,8 +25,8 @@ def page_of(readers: Sequence[RunReader], *, live: bool = False) -> Page:
     from lockstep.page.comparison import compare_runs
 
     now = time.time()
-    runs = [reader.page(now) for reader in readers]
+    runs = [reader.page(now, live=live) for reader in readers]
     several = len(readers) > 1
     comparison = compare_runs([reader.summary(now) for reader in readers]) if several else []
-    title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+    title = listed([run.name for run in runs]) if len(runs) < 4 else f"{len(runs)} runs"
     return Page(title=title, made=now, version=__version__, runs=runs, comparison=comparison, live=live)

@@ -28,8 +28,8 @@ from lockstep.page.summary import Summary
 
 SAME_STEP = 0.01
 """By how much the items of a step may differ, relative, before more ranks are another training."""
-TOO_GOOD = 1.05
-"""An efficiency above this says more of the smallest run than of the others."""
+TOO_GOOD = 1.0005
+"""An efficiency above this, which is written as more than 100 %, says more of the smallest run than of the others."""
 
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {
     "ranks": lambda run: str(run.world_size),
@@ -58,6 +58,8 @@ DIFFERENCES: Mapping[str, Callable[[Summary], str]] = {
     "global batch": lambda run: _known(run.global_batch, str),
     "micro-batch": lambda run: _known(run.micro_batch, str),
     "steps": lambda run: _known(run.total_steps, str),
+    "threads of a rank": lambda run: _of_ranks([rank.threads for rank in run.ranks]),
+    "data workers of a rank": lambda run: _of_ranks([rank.workers for rank in run.ranks]),
 }
 
 
@@ -137,7 +139,7 @@ def _scaling(groups: Sequence[Group]) -> Table:
             run.name,
             *(text(run) for text in COLUMNS.values()),
             _known(group.speed_up(run), lambda value: f"{value:.2f}"),
-            _known(group.efficiency(run), share_text),
+            _known(group.efficiency(run), _efficiency_text),
         ]
         for group in groups
         for run in group.runs
@@ -175,7 +177,11 @@ def _remarks(groups: Sequence[Group]) -> list[str]:
             )
         if max(efficiencies, default=0.0) > TOO_GOOD:
             assert group.base is not None
-            told.append(f"An efficiency over 100 % says that something held {group.base.name} up: look at its page.")
+            told.append(
+                "An efficiency over 100 % (marked !) is an error of the comparison and no gain of the layout: "
+                f"{group.base.name} had other threads for each rank, fewer data that fit into caches, or a busy "
+                "machine. What differs says which, else look at its page."
+            )
     return told
 
 
@@ -214,6 +220,15 @@ def _epoch_seconds(run: Summary) -> float | None:
     if run.step_seconds is None or run.steps_per_epoch is None:
         return None
     return run.step_seconds * run.steps_per_epoch
+
+
+def _of_ranks(counts: Sequence[int | None]) -> str:
+    known = sorted({count for count in counts if count is not None})
+    return UNKNOWN if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+
+
+def _efficiency_text(share: float) -> str:
+    return share_text(share) + (" !" if share > TOO_GOOD else "")
 
 
 def _known(value: float | None, text: Callable[[float], str]) -> str:

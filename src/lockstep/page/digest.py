@@ -100,6 +100,8 @@ class Digest:
         self.checkpoints, self.stalls, self.largest = 0, 0.0, 0
         self.stragglers: dict[tuple[int | None, str], StragglerSummary] = {}
         self.alarms: deque[tuple[int, str]] = deque(maxlen=50)
+        self.not_finite = ""
+        """What stopped the last attempt: "loss of step 20"."""
         self.alarm_count = self.warning_count = 0
         self._newest = 0  # of the attempts that have done steps
         self._attempt = Attempt(0)
@@ -113,7 +115,7 @@ class Digest:
     def take(self, event: object, line: int) -> None:
         """One event, that is in this line; what cannot be used is counted."""
         if type(event) is not dict:
-            self.damage.line("not JSON objects", line)
+            self.damage.line("JSON, but no object", line)
             return
         kind, time, number_of = event.get("kind"), event.get("time"), event.get("attempt")
         if not isinstance(kind, str):
@@ -216,7 +218,7 @@ class Digest:
     def _take_start(self, event: Fields) -> None:
         attempt = self._attempt
         attempt.started = started_of(event)
-        self.micro_batch = None
+        self.micro_batch, self.not_finite = None, ""
         since = attempt.started.resumed_from_step
         after = f", after step {since}" if since else ""
         self._say("info", "start", f"attempt {attempt.number} starts: {attempt.started.layout}{after}", since)
@@ -305,7 +307,10 @@ class Digest:
     def _take_alarm(self, event: Fields) -> None:
         step, said = whole(event, "step"), text(event, "text")
         self.alarm_count += 1
-        self.alarms.append((step, text(event, "what", 20)))
+        what = text(event, "what", 20)
+        self.alarms.append((step, what))
+        if event.get("action") == "stop" and what in ("loss", "gradient"):
+            self.not_finite = f"{what} of step {step}"
         self._say("warning", "alarm", said, step)
 
     def _take_ranks(self, event: Fields) -> None:
@@ -336,7 +341,8 @@ class Digest:
                 self.chosen[cut(name)] = cut(str(value))
 
     def _take_profile(self, event: Fields) -> None:
-        profile, attempt = profile_of(event), self._attempt
+        attempt = self._attempt
+        profile = profile_of(event, on_cpu=attempt.started is not None and attempt.started.device == "cpu")
         self.profiles.append(profile)
         if attempt.done_until:
             # The ranks wrote their traces at the same time, and are told of one after the other.

@@ -6,21 +6,22 @@ A number that is not known stands there all the same, as a dash with the reason:
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 from lockstep.amounts import (
+    beside_prediction,
     bytes_text,
     count_text,
     device_time_text,
     duration_text,
     energy_text,
-    error_text,
     loss_text,
     percent,
     seconds_text,
     share_text,
 )
 from lockstep.page.panels import Fact, Headline, Level
-from lockstep.page.summary import Summary
+from lockstep.page.summary import Summary, is_over_the_peak
 
 UNKNOWN = "\N{EN DASH}"
 GOOD_GOODPUT = 0.9
@@ -31,9 +32,9 @@ FAR_OFF = 0.25
 """A prediction that is wrong by more than this is worth a warning."""
 
 
-def headline(summary: Summary) -> Headline:
-    """What is said of a run before everything else."""
-    return Headline(summary.name, _subtitle(summary), summary.state, _verdict(summary), _facts(summary))
+def headline(summary: Summary, written: float | None = None) -> Headline:
+    """What is said of a run before everything else; `written` is when, on a page that does not follow the run."""
+    return Headline(summary.name, _subtitle(summary), summary.state, _verdict(summary, written), _facts(summary))
 
 
 def devices_text(summary: Summary) -> str:
@@ -57,7 +58,7 @@ def _subtitle(summary: Summary) -> str:
     return f"{where}, layout {summary.layout}, {count_text(summary.parameters)} parameters, {summary.precision}"
 
 
-def _verdict(summary: Summary) -> str:
+def _verdict(summary: Summary, written: float | None) -> str:
     """How it went, in one sentence."""
     attempts = len(summary.attempts)
     tries = f" in {attempts} attempts" if attempts > 1 else ""
@@ -72,9 +73,10 @@ def _verdict(summary: Summary) -> str:
         return f"Finished {_count(summary.steps, 'step')} in {took}{tries}{loss}."
     if summary.state == "running":
         left = seconds_left(summary)
+        when = f" when this was written ({datetime.fromtimestamp(written):%H:%M, %d %b %Y})" if written else ""
         if not summary.steps:
-            return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}: no step is done yet."
-        return f"Running: {of}" + (f", about {duration_text(round(left))} left." if left is not None else ".")
+            return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}{when}: no step is done yet."
+        return f"Running{when}: {of}" + (f", about {duration_text(max(1, round(left)))} left." if left else ".")
     if summary.state == "stopped":
         return f"Stopped at {of}{tries}{': ' + why if why else ''}{_and_then(summary)}"
     if summary.state == "failed":
@@ -162,10 +164,10 @@ def _mfu(summary: Summary) -> Fact:
     rate, peak, mfu = summary.flops_per_second, summary.peak_flops, summary.mfu
     if rate is not None and peak:
         means += f": {_flops(rate)} of {_flops(peak)}" + (f" ({summary.peak_source})" if summary.peak_source else "")
-        mfu = rate / peak if mfu is None and rate > peak else mfu
     if mfu is None:
-        return Fact("MFU", UNKNOWN, summary.mfu_reason or "the model's FLOPs were not counted")
-    return _share("MFU", mfu, "; ".join(filter(None, (means, summary.mfu_reason))), "info")
+        level: Level = "error" if is_over_the_peak(summary) else "info"
+        return Fact("MFU", UNKNOWN, summary.mfu_reason or "the model's FLOPs were not counted", level)
+    return Fact("MFU", share_text(mfu), "; ".join(filter(None, (means, summary.mfu_reason))))
 
 
 def _share(label: str, share: float, note: str, level: Level) -> Fact:
@@ -221,14 +223,13 @@ def _memory(summary: Summary) -> Fact:
 
 
 def _step_time(summary: Summary) -> Fact:
-    compared, median = summary.predicted_step, _which_steps(summary)
-    measured = compared.measured if compared is not None and compared.measured is not None else summary.step_seconds
+    compared, median, measured = summary.predicted_step, _which_steps(summary), summary.step_seconds
     if measured is None:
         return Fact("Step time", UNKNOWN, "no step is done")
     if compared is None:
         return Fact("Step time", seconds_text(measured), f"{median}; nothing was predicted")
     error = compared.predicted / measured - 1 if measured > 0 else math.nan
-    note = f"{median}; predicted {seconds_text(compared.predicted)} ({error_text(error)})"
+    note = f"{median}; {beside_prediction(measured, compared.predicted, seconds_text)}"
     return Fact("Step time", seconds_text(measured), note, _level(error))
 
 
@@ -249,7 +250,8 @@ def _predicted_memory(summary: Summary) -> Fact:
     if compared.measured is None or compared.error is None:
         why = ": on CPUs nobody counts tensors apart" if summary.device == "cpu" else ""
         return Fact("Predicted memory", bytes_text(compared.predicted), f"{note}; not measured{why}")
-    note += f"; measured {bytes_text(compared.measured)} ({error_text(compared.error)})"
+    note += f"; measured {bytes_text(compared.measured)}, "
+    note += beside_prediction(compared.measured, compared.predicted, lambda _: "amount")
     return Fact("Predicted memory", bytes_text(compared.predicted), note, _level(compared.error))
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-from lockstep.page.panels import Page, RunPage, Section, Table, as_json
+from lockstep.page.panels import NO_ADVICE, Page, RunPage, Section, Table, as_json
 
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 32 32'%3E%3Crect width='32' height='32' "
@@ -131,9 +131,11 @@ def _run(run: RunPage) -> Iterable[str]:
     if run.unreadable:
         yield "<h3>Not all of the log could be read</h3>"
         yield _list("ul", run.unreadable)
+    yield "<h3>What to change</h3>"
     if run.advice:
-        yield "<h3>What to change</h3>"
         yield _list("ol", [f"{advice.text} {advice.evidence}" for advice in run.advice])
+    else:
+        yield _paragraph(NO_ADVICE)
     for section in run.sections:
         yield from _section(section)
 

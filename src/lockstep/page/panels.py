@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+NO_ADVICE = "Nothing stands out."
 Number = float | None
 Level = Literal["good", "info", "warning", "error"]
 State = Literal["running", "finished", "stopped", "failed", "lost"]
@@ -276,7 +277,7 @@ class RunPage:
     name: str
     headline: Headline
     advice: list[Advice]
-    """At most three."""
+    """At most three. Where there is none, the page says `NO_ADVICE`."""
     unreadable: list[str]
     """What of the log could not be read, in sentences."""
     sections: list[Section]

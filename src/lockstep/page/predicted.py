@@ -32,8 +32,8 @@ class Predictions:
         self._is_compared = True
 
     def step(self, measured: float | None) -> Compared | None:
-        """Seconds of a step; as long as the run has not compared them itself, with the median step so far."""
-        if self._step is None or self._is_compared or not measured:
+        """Seconds of a step, beside the median that is told everywhere: the run's own knows nothing of profiles."""
+        if self._step is None or not measured:
             return self._step
         return Compared(self._step.predicted, measured, self._step.predicted / measured - 1)
 

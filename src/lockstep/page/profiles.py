@@ -33,9 +33,10 @@ class Profile:
     memory: list[tuple[float, float]]
     tensors: list[tuple[float, str, str]]
     text: str
+    on_cpu: bool
 
 
-def profile_of(event: Fields) -> Profile:
+def profile_of(event: Fields, *, on_cpu: bool) -> Profile:
     """An event as it can be shown."""
     seconds = inner(event, "seconds")
     return Profile(
@@ -50,6 +51,7 @@ def profile_of(event: Fields) -> Profile:
         memory=[(_number(a), _number(b)) for a, b in _rows(event, "memory", 2, MOST_MEMORY_POINTS)],
         tensors=[(_number(a), _name(b), _name(c)) for a, b, c in _rows(event, "tensors", 3)],
         text=text(event, "text"),
+        on_cpu=on_cpu,
     )
 
 

@@ -108,8 +108,8 @@ class RunReader:
 
         return summarize(self._digest, self._name, now, self._changed)
 
-    def page(self, now: float) -> RunPage:
-        """The run as the page shows it."""
+    def page(self, now: float, *, live: bool = False) -> RunPage:
+        """The run as the page shows it; one that is not `live` says when it was written."""
         # Not at the top: these make sentences of what is read here.
         from lockstep.page.advice import advise
         from lockstep.page.headline import headline
@@ -118,7 +118,7 @@ class RunReader:
         summary = self.summary(now)
         return RunPage(
             name=summary.name,
-            headline=headline(summary),
+            headline=headline(summary, None if live else now),
             advice=advise(summary),
             unreadable=self._unreadable(summary),
             sections=sections_of(self._digest, summary),

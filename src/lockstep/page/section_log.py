@@ -70,9 +70,13 @@ def _profile(one: Profile, number: int) -> list[Panel]:
             [name, str(calls), seconds_text(spent), percent(spent / whole) if whole else ""]
             for name, calls, spent in one.kernels
         ]
-        columns, right = ["kernel", "calls", "time", "of all"], [False, True, True, True]
-        said = "Kernels of a GPU, or operators of a CPU, by their own time: without what they call."
-        panels.append(Table(f"{id}_kernels", f"Longest kernels: {who}", columns, rows, right, said))
+        what = "operator" if one.on_cpu else "kernel"
+        columns, right = [what, "calls", "time", "of all"], [False, True, True, True]
+        said = (
+            f"By their own time: without what they call. Of {what}s that ran at once, such as two collectives, the "
+            "times are added up here; the bar counts each moment once."
+        )
+        panels.append(Table(f"{id}_kernels", f"Longest {what}s: {who}", columns, rows, right, said))
     if one.gaps:
         rows = [[seconds_text(begin), seconds_text(gap), before, after] for begin, gap, before, after in one.gaps]
         columns, right = ["at", "how long", "after", "before"], [True, True, False, False]

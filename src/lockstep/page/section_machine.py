@@ -105,10 +105,10 @@ def _lines(id: str, title: str, y: str, unit: Unit, grid: Grid, groups: dict[str
             for name, row in known.items():
                 label = f"{name}, {group}".removesuffix(", ")
                 if np.array_equal(low[row], high[row], equal_nan=True):
-                    curves.append(Curve(label, x, numbers(mean[row], 4)))
+                    curves.append(Curve(label, x, numbers(mean[row], 6)))
                 else:
-                    ends = (numbers(low[row], 4), numbers(high[row], 4))
-                    curves.append(Curve(label, x, numbers(mean[row], 4), *ends))
+                    ends = (numbers(low[row], 6), numbers(high[row], 6))
+                    curves.append(Curve(label, x, numbers(mean[row], 6), *ends))
     if not curves:
         return []
     most = 1.0 if unit == "share" else None

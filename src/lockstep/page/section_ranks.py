@@ -74,7 +74,7 @@ def heat(
             if row in rows:
                 values[place] = high[rows[row]]
         if np.isfinite(values).any():
-            shown.append(Layer(name, unit, [numbers(line, 4) for line in _grouped(values, together)]))
+            shown.append(Layer(name, unit, [numbers(line, 6) for line in _grouped(values, together)]))
     if together > 1:
         groups = [names[at : at + together] for at in range(0, len(names), together)]
         labels = [f"{what} {group[0]} to {group[-1]}" if len(group) > 1 else f"{what} {group[0]}" for group in groups]

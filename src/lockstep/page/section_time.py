@@ -35,7 +35,7 @@ SPENT = {
     "validation": "also test, and samples of what the model writes",
     "checkpoints": "the training waited for them",
     "profiling": "writing traces, and what profiled steps took longer than others",
-    "repeated": "done again after a restart, taken back, or skipped",
+    "repeated": "done again after a restart, to be done again because they were not saved, taken back, or skipped",
     "starting": "processes, model, checkpoint, and what the first step took longer than others",
     "stopped": "between attempts: in a queue, or until somebody started it again",
     "other": "no event accounts for it",
@@ -51,7 +51,7 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
         at = places(digest.ranks.grid.at)
         parts = digest.ranks.stack()
         least = NEGLIGIBLE * np.sum(list(parts.values()), axis=0).max()
-        curves = [Curve(name, at, numbers(parts[part], 4)) for part, name in STACK.items() if parts[part].max() > least]
+        curves = [Curve(name, at, numbers(parts[part], 6)) for part, name in STACK.items() if parts[part].max() > least]
         looks = digest.ranks.grid.looks_of_each
         note = STACK_NOTE + (f" Each column is the mean of {looks} reports." if looks > 1 else "")
         begin = float(digest.ranks.first_step)

@@ -86,11 +86,15 @@ def _odd(series: Series) -> str:
 
 def _restarts(digest: Digest) -> list[Mark]:
     marks = [
-        Mark(one.first_step, f"attempt {one.number} goes on at step {one.first_step}", "warning")
+        Mark(one.first_step, f"attempt {one.number} {_begins(one.first_step)}", "warning")
         for one in sorted(digest.attempts.values(), key=lambda one: one.number)[1:]
         if one.first_step is not None
     ]
     return marks if len(marks) <= MOST_MARKS else marks[-MOST_MARKS:]
+
+
+def _begins(step: int) -> str:
+    return "begins anew" if step == 1 else f"goes on at step {step}"
 
 
 def _profiles(digest: Digest) -> list[Mark]:
@@ -138,7 +142,7 @@ def speed(digest: Digest, columns: Columns, summary: Summary) -> list[Panel]:
         rates.append(ratio_curve(f"attempt {number}", own.step, own.items, own.seconds, most=most))
     left = len(present) - len(shown)
     note = f"{summary.item.capitalize()} of a step over its seconds, without validation and saving."
-    note += f" The first {left} attempts are left out." if left else ""
+    note += f" Left out: the first {left} of {len(present)} attempts." if left else ""
     item = f"{summary.item}/s"
     kept = columns.where(columns.kept)
     seconds = curve_of("step", kept.step, kept.seconds)

@@ -19,13 +19,15 @@ Array = npt.NDArray[Any]
 
 MOST_POINTS = 800
 """Of a curve over steps: about what a wide screen has room for."""
+DIGITS = 7
+"""Of a value. The page writes four: with one or two more, 2.43147 would be rounded twice, and become 2.432."""
 MOST_COLUMNS = 240
 """Of a grid."""
 MOST_ROWS = 32768
 """Of a grid: more GPUs than any run so far, and what a damaged log may ask for at most."""
 
 
-def rounded(value: float, digits: int = 5) -> Number:
+def rounded(value: float, digits: int = DIGITS) -> Number:
     """A number with so many digits that count; None where it is not finite."""
     if not math.isfinite(value):
         return None
@@ -33,7 +35,7 @@ def rounded(value: float, digits: int = 5) -> Number:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def numbers(values: Array, digits: int = 5) -> list[Number]:
+def numbers(values: Array, digits: int = DIGITS) -> list[Number]:
     """Many of them."""
     return [rounded(value, digits) for value in values.tolist()]
 

@@ -44,7 +44,7 @@ class TimeSpent:
     checkpoints: float = 0.0
     """The training waited for them."""
     repeated: float = 0.0
-    """In steps that were done again after a restart, or taken back, or skipped."""
+    """In steps that were done again after a restart, or are to be where a run failed, or taken back, or skipped."""
     starting: float = 0.0
     """From the start of an attempt to its first step: processes, model, checkpoint, compiling."""
     stopped: float = 0.0
@@ -229,3 +229,11 @@ class Summary:
     global_batch: int | None = None
     micro_batch: int | None = None
     """Samples; of the last attempt, as it was chosen while running."""
+    not_finite: str = ""
+    """What was not finite, where the last attempt stopped because of that: "loss of step 20"."""
+
+
+def is_over_the_peak(summary: Summary) -> bool:
+    """Whether the run was faster than its devices can be: an error of which `mfu_reason` tells."""
+    rate, peak = summary.flops_per_second, summary.peak_flops
+    return rate is not None and peak is not None and rate > peak

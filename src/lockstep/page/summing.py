@@ -69,7 +69,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         begin=begin,
         end=end,
         attempts=told,
-        spent=time_spent(digest, columns, profiled, began, end - begin),
+        spent=time_spent(digest, columns, profiled, began, end - begin, told[-1].state if told else "running"),
         loss=float(kept.loss[-1]) if finite_losses else None,
         best_step=best[0],
         best_loss=best[1],
@@ -104,6 +104,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         steps_per_epoch=started.steps_per_epoch if started else None,
         global_batch=started.global_batch if started else None,
         micro_batch=digest.micro_batch or (started.micro_batch if started else None),
+        not_finite=digest.not_finite,
     )
 
 
@@ -142,11 +143,13 @@ def typical(columns: Columns) -> tuple[float | None, float | None]:
 
 
 def time_spent(
-    digest: Digest, columns: Columns, profiled: Array, attempts: Sequence[Attempt], whole: float
+    digest: Digest, columns: Columns, profiled: Array, attempts: Sequence[Attempt], whole: float, state: State
 ) -> TimeSpent:
     """Where the time went. What no event accounts for is `other`, so that all of it together is the whole time."""
     spent = dict.fromkeys(vars(TimeSpent()), 0.0)
     kept = columns.kept & (columns.skipped == 0)
+    if state in ("failed", "lost"):  # what it had not saved is to be done again
+        kept &= columns.step <= (digest.saved[-1].step if digest.saved else 0)
     end_before = digest.first_time
     for attempt in attempts:
         own = columns.attempt == attempt.number
@@ -205,9 +208,14 @@ def _efficiency(digest: Digest, step_seconds: float | None) -> Efficiency:
         return Efficiency(rate, most, source, None, reason or "operations or peak are not known")
     mfu = rate / most
     if mfu > 1:
+        fix = (
+            "run lockstep bench again while nothing else runs"
+            if "bench" in source
+            else "it is that of another device or number format"
+        )
         wrong = (
-            f"ERROR: {100 * mfu:.0f} % of the peak cannot be. The peak ({source or 'of no source'}) or the operations "
-            "counted for a sample are wrong"
+            f"an error: {100 * mfu:.0f} % of the peak cannot be, so that the peak is too low "
+            f"({source or 'of no source'}): {fix}"
         )
         return Efficiency(rate, most, source, None, wrong)
     return Efficiency(rate, most, source, mfu, reason)

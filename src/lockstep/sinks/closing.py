@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from lockstep.amounts import (
+    beside_prediction,
     bytes_text,
     count_text,
     device_time_text,
     duration_text,
     energy_text,
-    error_text,
     loss_text,
     percent,
     seconds_text,
@@ -113,6 +113,8 @@ def _losses(summary: Summary) -> str:
 
 
 def _speed(summary: Summary) -> str:
+    from lockstep.page.summary import is_over_the_peak
+
     parts = []
     if summary.items_per_second is not None:
         parts.append(f"{count_text(summary.items_per_second)} {summary.item}/s")
@@ -120,6 +122,8 @@ def _speed(summary: Summary) -> str:
         parts.append(f"{seconds_text(summary.step_seconds)} a step")
     if summary.mfu is not None:
         parts.append(f"MFU {share_text(summary.mfu)}")
+    elif is_over_the_peak(summary):
+        parts.append(f"no MFU: {summary.mfu_reason}")
     return ", ".join(parts)
 
 
@@ -144,5 +148,5 @@ def _named(shares: dict[str, float]) -> str:
 def _compared(what: str, compared: Compared | None, text: Callable[[float], str]) -> str:
     if compared is None or compared.measured is None or compared.error is None:
         return ""
-    foretold, came = text(compared.predicted), text(compared.measured)
-    return f"{what} {foretold}, measured {came} ({error_text(compared.error)})"
+    beside = beside_prediction(compared.measured, compared.predicted, text)
+    return f"{what} {text(compared.measured)}, {beside}"

@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.amounts import beside_prediction, bytes_text, seconds_text
 from lockstep.events import Event
 from lockstep.sinks.texts import clock, compact, number, printable
 
@@ -242,7 +243,8 @@ def start_text(start: Event) -> str:
 
 
 def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] | None) -> str:
-    done = f"done: {end['step']} steps in {clock(end['seconds'])}, training loss {number(end['loss'])}"
+    steps = f"{end['step']} step{'s' * (end['step'] != 1)}"
+    done = f"done: {steps} in {clock(end['seconds'])}, training loss {number(end['loss'])}"
     if validation is None:
         return done
     parts = [f"validation loss {number(validation['loss'])}"]
@@ -258,12 +260,14 @@ def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] 
 def _prediction_text(event: Event) -> str:
     """What was predicted and what came; tensors are counted on GPUs only."""
     memory, time = event["memory_bytes"], event["step_seconds"]
-    parts = [f"{1e3 * time['measured']:.3g} ms ({100 * time['error']:+.0f} %)"]
-    if memory["measured"] is not None:
-        parts.insert(0, f"{compact(memory['measured'], ' ')}B ({100 * memory['error']:+.0f} %)")
-    foretold = f"predicted {compact(memory['predicted'], ' ')}B of tensors and {1e3 * time['predicted']:.3g} ms a step"
+    told = [("a step took", time, seconds_text), ("the fullest rank held tensors of", memory, bytes_text)]
+    parts = [
+        f"{what} {text(one['measured'])}, {beside_prediction(one['measured'], one['predicted'], text)}"
+        for what, one, text in told
+        if one["measured"] is not None
+    ]
     guessed = " (as if this were some laptop: lockstep bench measures it)" if event["machine"] == "laptop-cpu" else ""
-    return f"{foretold}{guessed}, measured {' and '.join(parts)}"
+    return f"{'; '.join(parts)}{guessed}"
 
 
 def _progress_text(step: Event, total: int | None) -> str:

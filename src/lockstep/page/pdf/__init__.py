@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.page.panels import (
+    NO_ADVICE,
     Advice,
     Fact,
     Headline,
@@ -50,8 +51,7 @@ def page_pdf(page: Page) -> bytes:
 def _draw_run(paper: Paper, run: RunPage) -> None:
     paper.start_section(paper.clean(run.name) or "run", 0)
     _draw_headline(paper, run.headline)
-    if run.advice:
-        _draw_advice(paper, run.advice)
+    _draw_advice(paper, run.advice)
     if run.unreadable:
         _draw_unreadable(paper, run.unreadable)
     for section in run.sections:
@@ -108,6 +108,9 @@ def _draw_facts(paper: Paper, facts: list[Fact]) -> None:
 
 def _draw_advice(paper: Paper, several: list[Advice]) -> None:
     _heading(paper, "What to change", 1)
+    if not several:
+        paper.pen(9.5, INK)
+        paper.paragraph(NO_ADVICE, 4.8)
     for number, advice in enumerate(several, start=1):
         paper.pen(9.5, INK, bold=True)
         height = 4.8 * len(paper.lines_of(advice.text, paper.wide - 12))

@@ -31,7 +31,6 @@ export function runView(first, { prefix, group, announce, headingLevel }) {
     part("advice", [run.advice, run.sections.map((section) => section.id)], () =>
       advice.replaceChildren(...adviceParts(run, prefix)),
     );
-    advice.hidden = run.advice.length === 0;
     unreadable.hidden = run.unreadable.length === 0;
     list.update(run.sections);
   }
@@ -142,8 +141,10 @@ function adviceParts(run, prefix) {
     const section = run.sections.find((one) => one.id === id);
     return section ? make("a", { href: `#${sectionId(prefix, id)}` }, `See ${section.title}`) : null;
   };
+  const heading = make("h2", {}, "What to change");
+  if (run.advice.length === 0) return [heading, make("p", { class: "nothing" }, "Nothing stands out.")];
   return [
-    make("h2", {}, "What to change"),
+    heading,
     make(
       "ol",
       {},

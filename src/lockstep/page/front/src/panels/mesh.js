@@ -199,7 +199,7 @@ export function meshPanel(first, context) {
     } else if (axis !== null) {
       const one = panel.axes[axis];
       const count = world() / one.size;
-      parts.push(`${one.name}: ${count} ${count === 1 ? "group" : "groups"} of ${one.size} ranks`, one.talk);
+      parts.push(`${one.name}: ${count} ${count === 1 ? "group" : "groups"} of ${one.size} ranks`, one.talk.replace(/\.$/, ""));
       if (grid && isCrowded(talking())) parts.push("framed is the group of rank 0, or of the rank that is pointed at");
     } else parts.push("Pick an axis to see which ranks talk to each other on it");
     setText(readout, `${parts.join("; ")}.`);
@@ -251,7 +251,7 @@ export function meshPanel(first, context) {
   }
 
   function show() {
-    const layout = panel.axes.map((one) => `${one.name} ${one.size}${one.talk ? ` (${one.talk})` : ""}`).join(", ");
+    const layout = panel.axes.map((one) => `${one.name} ${one.size}${one.talk ? ` (${one.talk.replace(/\.$/, "")})` : ""}`).join(", ");
     picture.setLabel(
       `${panel.title}: ${world()} ranks${layout ? ` as ${layout}` : ""} on ${hostNames().filter(Boolean).length || "unknown"} hosts${panel.slow.length > 0 ? `; slow: ranks ${rankRanges(panel.slow)}` : ""}. Arrow keys go from rank to rank.`,
     );
