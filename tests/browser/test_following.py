@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.events import without_non_finite
 from tests.browser.conftest import OpenPage
-from tests.browser.test_page import drag, draw_all, panel
+from tests.browser.looking import drag, draw_all, panel
 from tests.runs import BEGIN, Made, run_events, write_run
 
 pytestmark = pytest.mark.browser

@@ -15,7 +15,7 @@ from lockstep.page.html import content_security_policy, page_html
 from lockstep.page.panels import Page, as_json
 from tests.browser import example
 from tests.browser.conftest import OpenPage
-from tests.browser.test_page import drag, panel
+from tests.browser.looking import drag, panel
 
 pytestmark = pytest.mark.browser
 

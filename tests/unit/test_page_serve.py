@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
+from lockstep.folder import RunFolder, existing_runs
+from lockstep.launch.follow import note
+from lockstep.launch.queue import JobState
 from lockstep.page.panels import Page, as_json
 from lockstep.page.serve import Board, LivePage, follow, open_board
 from tests.browser.example import example_page, hostile_page
@@ -273,6 +276,15 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
     assert "has not begun" in waiting.runs[0].headline.verdict
     (run / "events.jsonl").write_text('{"time": 1.0, "kind": "status", "attempt": 1, "text": "starting"}\n')
     assert "has not begun" not in build().runs[0].headline.verdict
+
+
+def test_a_job_that_waits_in_a_queue_has_a_page(tmp_path: Path) -> None:
+    folder = tmp_path / "lm"
+    folder.mkdir()
+    note(RunFolder(folder, 1), JobState("17", "PENDING"))  # all that `lockstep submit` writes to the log
+    page = follow(existing_runs([folder]))()
+    assert page.live
+    assert page.runs[0].headline.verdict == "Starting: no step is done yet."
 
 
 def test_of_two_runs_one_may_still_be_waited_for(tmp_path: Path) -> None:
