@@ -169,7 +169,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     legend: { show: false },
     padding: [14, BESIDE, 0, 0],
     scales: {
-      x: { time: false, range: (_, low, high) => xRange(low, high) },
+      x: { time: false, range: (chart, low, high) => xRange(...onlyOne(chart, low, high)) },
       y: {
         distr: options.isLog ? 3 : 1,
         range: (_, low, high) => (options.isLog ? logRange(low, high) : yRange(low, high, options)),
@@ -217,6 +217,12 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       [options.isStacked ? "draw" : "drawAxes"]: [(chart) => drawMarks(chart, options.marks)],
     },
   };
+}
+
+// Of one place alone uPlot makes an axis from 0 to twice that.
+function onlyOne(chart, low, high) {
+  const xs = chart.data?.[0];
+  return xs?.length === 1 ? [xs[0], xs[0]] : [low, high];
 }
 
 function dot() {
