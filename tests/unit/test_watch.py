@@ -111,6 +111,8 @@ def test_a_run_that_died_is_said_to_be_silent():
     assert run.last_time is not None
     assert run.silence(run.last_time + 50) == ""
     assert lines(run, run.last_time + 90)[2] == "no event for 1:30: it may have died, or its host"
+    assert "running" in lines(run, run.last_time + 590)[0]
+    assert "lost" in lines(run, run.last_time + 610)[0], "as the report would say"
     slow = watched(Made(steps=3, compute=30.0, ending="killed"))  # 20 of its steps are ten minutes
     assert slow.last_time is not None
     assert slow.silence(slow.last_time + 500) == ""
@@ -234,7 +236,7 @@ def test_a_terminal_gets_the_whole_screen_and_ctrl_c_ends_without_a_traceback(tm
         end = time.monotonic() + 20
         while text not in seen:
             assert time.monotonic() < end, f"{text!r} is not in {seen!r}"
-            seen += os.read(ours, 65536).decode()
+            seen += os.read(ours, 65536).decode(errors="ignore")  # a read may end inside of a character
 
     until("no event yet")
     write_run(tmp_path / "lm", Made(steps=60, ending="killed"))

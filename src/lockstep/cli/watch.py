@@ -131,7 +131,8 @@ def _print(folder: Path, watched: Watched, terminal: Terminal) -> None:
     adviser = _Adviser(folder)
     adviser.look()
     terminal.print(*_view(folder, watched, terminal, adviser.advice, low=False), sep="\n")
-    if adviser.summary is not None and watched.is_over(time.time()):
+    now = time.time()
+    if adviser.summary is not None and (watched.is_over(now) or watched.is_lost(now)):
         print_closing(adviser.summary, folder, terminal)
 
 

@@ -297,6 +297,7 @@ class Digest:
         attempt.last_word, attempt.ending, attempt.why = "failure", "failed", said
         attempt.restarts = event.get("restarted") is True
         then = "; it is started again" if attempt.restarts else ""
+        self.moments.only_followed(attempt.number)
         self._say("error", "failure", f"{said}{f' ({where})' if where else ''}{then}", whole_or_none(event, "step"))
 
     def _take_recovered(self, event: Fields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ AXIS_LINES = 2
 COLOURS = {
     "finished": "bold green",
     "failed": "bold red",
+    "lost": "bold red",
     "stopped": "bold yellow",
     "restarting": "bold yellow",
 }
@@ -58,7 +60,7 @@ class _Sections:
 def view(name: str, run: Watched, now: float, screen: Screen, advice: Sequence[Advice] = ()) -> list[Text]:
     """The run as lines, the most important first; on a low screen the rest gives way."""
     parts = _Sections(
-        _head(name, run, now, screen), _ranks(run, screen), _machine(run, screen), _tail(run, now, advice)
+        _head(name, run, now, screen), _ranks(run, screen), _machine(run, screen), _tail(run, now, advice, screen.width)
     )
     height = CHART_HEIGHT if screen.height is None else screen.height - parts.count - AXIS_LINES
     chart = _chart(run, screen, min(height, HIGHEST_CHART)) if height >= LEAST_CHART else _sparkline(run, screen)
@@ -76,11 +78,12 @@ def view(name: str, run: Watched, now: float, screen: Screen, advice: Sequence[A
 
 def _head(name: str, run: Watched, now: float, screen: Screen) -> list[Text]:
     step, total = run.step, run.total_steps
-    title = Text.assemble((printable(name), "bold"), "  ", (run.state, COLOURS.get(run.state, "bold cyan")))
+    state = "lost" if run.is_lost(now) else run.state
+    title = Text.assemble((printable(name), "bold"), "  ", (state, COLOURS.get(state, "bold cyan")))
     if step is not None:
         done = f"  step {step['step']}" + (f"/{total} ({percent(step['step'] / total)})" if total else "")
         title.append(done)
-    if step is not None and total and run.state == "running":
+    if step is not None and total and state == "running" and step["step"] < total:
         title.append(f"  {clock(run.pace.seconds_for(total - step['step']))} left")
     if run.attempts > 1:
         title.append(f"  attempt {run.attempts}", "yellow")
@@ -247,7 +250,7 @@ def _host_line(host: dict[str, Any]) -> Text:
     return Text("  ".join(parts))
 
 
-def _tail(run: Watched, now: float, advice: Sequence[Advice]) -> list[Text]:
+def _tail(run: Watched, now: float, advice: Sequence[Advice], width: int) -> list[Text]:
     lines = []
     if run.checkpoint is not None:
         saved = run.checkpoint
@@ -256,7 +259,9 @@ def _tail(run: Watched, now: float, advice: Sequence[Advice]) -> list[Text]:
     told = [str(event["text"]) for event in run.warnings if event["text"] != run.why]
     texts = [printable(text).replace("\n", " ") for text in told[-MOST_WARNINGS:]]
     lines += [Text(f"warning: {text}", "yellow") for text in texts]
-    lines += [Text(f"to change: {one.text} ({one.evidence})", "green") for one in advice]
+    for one in advice:
+        told = textwrap.wrap(f"to change: {one.text} ({one.evidence})", max(width, 20), subsequent_indent="  ")
+        lines += [Text(line, "green") for line in told]
     if run.unreadable:
         one = run.unreadable == 1
         lines.append(Text(f"{run.unreadable} line{'' if one else 's'} of the log could not be read", "yellow"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.events import Event
+from lockstep.page.attempts import SILENCE, SILENT_STEPS
 from lockstep.sinks.console import Pace
 from lockstep.sinks.texts import clock
 
@@ -18,7 +19,6 @@ MOST_WARNINGS = 5
 SECONDS_FOR_A_VERDICT = 10.0
 """So long after a stop the launcher may still say why, or that it starts the run again."""
 SECONDS_OF_SILENCE = 60.0
-STEPS_OF_SILENCE = 20
 
 
 @dataclass
@@ -98,11 +98,17 @@ class Watched:
             return now - (self.last_time or 0.0) > SECONDS_FOR_A_VERDICT
         return self.state == "finished"
 
+    def is_lost(self, now: float) -> bool:
+        """Whether it is taken for dead, by the rule of the report."""
+        if self.last_time is None or self.state in ("waiting", "failed", "stopped", "finished"):
+            return False
+        return now - self.last_time > max(SILENCE, SILENT_STEPS * (self.step["seconds"] if self.step else 0.0))
+
     def silence(self, now: float) -> str:
         """A word where a run that should say something has not for long."""
         if self.last_time is None or self.state in ("failed", "stopped", "finished"):
             return ""
-        patience = max(SECONDS_OF_SILENCE, STEPS_OF_SILENCE * (self.step["seconds"] if self.step else 0.0))
+        patience = max(SECONDS_OF_SILENCE, SILENT_STEPS * (self.step["seconds"] if self.step else 0.0))
         quiet = now - self.last_time
         return f"no event for {clock(quiet)}: it may have died, or its host" if quiet > patience else ""
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from lockstep.charts import Axis
 from lockstep.page.panels import Curve, Lines, Mark, Number, Stack
-from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, QUIET, STROKES, Paper, moment_text, value_text
+from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PARTS, QUIET, STROKES, Paper, moment_text, value_text
 
 HEIGHT = 38.0
 LEFT = 17.0
@@ -79,7 +79,8 @@ def draw_stack(paper: Paper, panel: Stack) -> None:
     if not panel.at or not parts:
         say_instead(paper, "no values yet")
         return
-    names = [(part.name, FILLS[n % len(FILLS)], None) for n, part in enumerate(panel.parts)]
+    colours = [PARTS.get(part.name, FILLS[n % len(FILLS)]) for n, part in enumerate(panel.parts)]
+    names = [(part.name, colour, None) for part, colour in zip(panel.parts, colours, strict=True)]
     whole = [sum(column) for column in zip(*parts, strict=True)]
     wide = panel.at[1] - panel.at[0] if len(panel.at) > 1 else 1.0
     begin = panel.at[0] - wide if panel.begin is None else panel.begin
@@ -92,7 +93,7 @@ def draw_stack(paper: Paper, panel: Stack) -> None:
         if any(part):
             edge = _thinned([(frame.across(x), frame.up(value)) for x, value in zip(at, above, strict=True)])
             base = _thinned([(frame.across(x), frame.up(value)) for x, value in zip(at, below, strict=True)])
-            paper.set_fill_color(FILLS[number % len(FILLS)])
+            paper.set_fill_color(colours[number])
             paper.polygon([*edge, *reversed(base)], style="F")
         below = above
     _draw_marks(paper, frame, panel.marks)

@@ -15,6 +15,7 @@ from lockstep.page.pdf.paper import (
     LEVELS,
     LINE,
     PALE,
+    PARTS,
     QUIET,
     STATES,
     STROKES,
@@ -50,7 +51,7 @@ def draw_shares(paper: Paper, panel: Shares) -> None:
     colours = []
     for part in parts:
         several = USEFUL if part.good else LOST
-        colours.append(several[counts[part.good] % len(several)])
+        colours.append(PARTS.get(part.name, several[counts[part.good] % len(several)]))
         counts[part.good] += 1
     x, y = paper.left, paper.get_y() + 1
     for part, colour in zip(parts, colours, strict=True):

@@ -28,6 +28,25 @@ STROKES = LIGHT
 """Of lines: Okabe and Ito's, dark enough for thin lines on white."""
 FILLS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8f96", "#5b4fc4")
 """Of areas: Okabe and Ito's own, neighbours far apart."""
+PARTS = {
+    "compute": LIGHT[0],
+    "optimizer": LIGHT[2],
+    "exposed communication": LIGHT[1],
+    "communication": LIGHT[1],
+    "both at once": LIGHT[8],
+    "input": LIGHT[3],
+    "between steps": LIGHT[4],
+    "idle": LIGHT[5],
+    "validation": LIGHT[6],
+    "checkpoint stall": LIGHT[7],
+    "checkpoint stalls": LIGHT[7],
+    "profiling": LIGHT[8],
+    "repeated or skipped steps": "#cc79a7",
+    "starting": "#e0a800",
+    "stopped": "#56b4e9",
+    "other": LIGHT[5],
+}
+"""Of what time goes to, by its name, as in parts.js of the page; what that tells apart by hatching is paler here."""
 BOX = "\u25a1"
 
 

@@ -5,7 +5,7 @@ import { colour, dash, onTheme } from "./theme.js";
 const MANY = 8;
 
 // `hidden` is a set of names, changed here; `onChange` is called after that.
-export function legend(names, hidden, { isArea = false, styles = [], onChange }) {
+export function legend(names, hidden, { isArea = false, styles, colours, onChange }) {
   const heading = make("span", { class: "legend-place" });
   const entries = names.map((name, number) => {
     const value = make("span", { class: "legend-value" });
@@ -18,7 +18,7 @@ export function legend(names, hidden, { isArea = false, styles = [], onChange })
       },
       { class: "legend-key" },
     );
-    const piece = sample(number, isArea ? "area" : styles[number]);
+    const piece = sample(colours[number], isArea ? "area" : styles[number]);
     key.append(piece.element, make("span", { class: "legend-name" }, name), value);
     return { key, value, name, remove: piece.remove };
   });

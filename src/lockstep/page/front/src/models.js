@@ -1,5 +1,6 @@
 // From a panel of lines or of a stack to what a chart draws: one x for all, and the values of each curve over it.
 import uPlot from "uplot";
+import { partColour } from "./parts.js";
 
 // `first` is the first column that was measured. `curves` have a name, a style and the columns of `columns` that are theirs; `told` are these columns with all values,
 // also those that cannot be drawn, and `own` those of each curve.
@@ -12,11 +13,11 @@ export function linesModel(panel, { start, isLog }) {
   ]);
   const columns = tables.length > 0 ? uPlot.join(tables) : [[]];
   let next = 1;
-  const curves = panel.curves.map((curve) => {
+  const curves = panel.curves.map((curve, number) => {
     const at = next;
     const hasBand = Boolean(curve.low && curve.high);
     next += hasBand ? 3 : 1;
-    return { name: curve.name, style: curve.style, at, low: hasBand ? at + 1 : null, high: hasBand ? at + 2 : null };
+    return { name: curve.name, style: curve.style, colour: number, at, low: hasBand ? at + 1 : null, high: hasBand ? at + 2 : null };
   });
   const lost = isLog
     ? panel.curves.reduce((sum, curve) => sum + curve.y.filter((y) => y !== null && y <= 0).length, 0)
@@ -46,6 +47,7 @@ export function stackModel(panel, { start, hidden }) {
   const curves = panel.parts.map((part, number) => ({
     name: part.name,
     style: "area",
+    colour: partColour(part.name, number),
     at: panel.parts.length - number,
     low: null,
     high: null,

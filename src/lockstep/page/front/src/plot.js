@@ -153,15 +153,15 @@ function room(holder) {
 function settings({ model, options }, hidden, { zoomTo, report }) {
   const xs = model.columns[0];
   const series = [{}];
-  model.curves.forEach((curve, number) => {
+  model.curves.forEach((curve) => {
     const shown = { show: !hidden.has(curve.name), scale: "y" };
-    series[curve.at] = { ...shown, ...look(curve, number) };
+    series[curve.at] = { ...shown, ...look(curve) };
     if (curve.low === null) return;
     series[curve.low] = { ...shown, stroke: "#0000", width: 0, points: { show: false } };
     series[curve.high] = { ...shown, stroke: "#0000", width: 0, points: { show: false } };
   });
-  const bands = model.curves.flatMap((curve, number) =>
-    curve.low === null ? [] : [{ series: [curve.high, curve.low], fill: () => seeThrough(colour(number), 0.2) }],
+  const bands = model.curves.flatMap((curve) =>
+    curve.low === null ? [] : [{ series: [curve.high, curve.low], fill: () => seeThrough(colour(curve.colour), 0.2) }],
   );
   return {
     width: PRINTED.width,
@@ -169,7 +169,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
     legend: { show: false },
     padding: [14, BESIDE, 0, 0],
     scales: {
-      x: { time: false, range: (_, low, high) => xRange(low, high) },
+      x: { time: false, range: (chart, low, high) => xRange(...onlyOne(chart, low, high)) },
       y: {
         distr: options.isLog ? 3 : 1,
         range: (_, low, high) => (options.isLog ? logRange(low, high) : yRange(low, high, options)),
@@ -190,7 +190,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       },
       points: {
         size: 9,
-        fill: (chart, number) => colour(numberOf(model, number)),
+        fill: (chart, number) => colour(model.curves[numberOf(model, number)].colour),
         stroke: () => ink("card"),
         width: 2,
         show: (chart, number) => isDrawn(model, number) && dot(),
@@ -219,6 +219,12 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
   };
 }
 
+// Of one place alone uPlot makes an axis from 0 to twice that.
+function onlyOne(chart, low, high) {
+  const xs = chart.data?.[0];
+  return xs?.length === 1 ? [xs[0], xs[0]] : [low, high];
+}
+
 function dot() {
   return make("div", { class: "u-cursor-pt" });
 }
@@ -231,13 +237,13 @@ function isDrawn(model, at) {
   return numberOf(model, at) >= 0;
 }
 
-function look(curve, number) {
-  const stroke = () => colour(number);
+function look(curve) {
+  const stroke = () => colour(curve.colour);
   if (curve.style === "area")
     return {
       stroke,
       width: 1,
-      fill: () => mix(colour(number), ink("card"), 0.35),
+      fill: () => mix(colour(curve.colour), ink("card"), 0.35),
       paths: uPlot.paths.stepped({ align: -1 }),
       points: { show: false },
     };
@@ -246,7 +252,7 @@ function look(curve, number) {
   return {
     stroke,
     width: 2,
-    dash: curve.style === "dashed" ? [6, 5] : dash(number),
+    dash: curve.style === "dashed" ? [6, 5] : dash(curve.colour),
     points: {
       show: false,
       size: 7,

@@ -78,9 +78,10 @@ function curvesPanel(first, context, frame, isStacked) {
     model = modelOf();
     const names = model.curves.map((curve) => curve.name);
     const styles = model.curves.map((curve) => curve.style);
+    const colours = model.curves.map((curve) => curve.colour);
     if (!keys || !same(keys.names, names)) {
       keys?.remove();
-      keys = { names, ...legend(names, hidden, { isArea: isStacked, styles, onChange }) };
+      keys = { names, ...legend(names, hidden, { isArea: isStacked, styles, colours, onChange }) };
       legendPlace.replaceChildren(keys.element);
     }
     setText(yName, panel.y);

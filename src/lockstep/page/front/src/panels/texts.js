@@ -2,6 +2,7 @@
 import { make, setText } from "../dom.js";
 import { amount, percent } from "../format.js";
 import { PRINTED_WIDTH } from "../drawing.js";
+import { partColour } from "../parts.js";
 import { colour, isOnPaper, onTheme } from "../theme.js";
 import { table } from "../tables.js";
 
@@ -114,5 +115,7 @@ export function sharesPanel(first) {
 // Useful parts are plain, lost ones are also hatched.
 function pick(parts) {
   let [good, lost] = [0, 0];
-  return parts.map((part) => (part.good ? GOOD[good++ % GOOD.length] : LOST[lost++ % LOST.length]));
+  return parts.map((part) =>
+    partColour(part.name, part.good ? GOOD[good++ % GOOD.length] : LOST[lost++ % LOST.length]),
+  );
 }
