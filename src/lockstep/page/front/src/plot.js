@@ -190,7 +190,7 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       },
       points: {
         size: 9,
-        fill: (chart, number) => colour(model.curves[numberOf(model, number)].colour),
+        fill: (chart, number) => colour(model.curves[numberOf(model, number)]?.colour ?? 0),
         stroke: () => ink("card"),
         width: 2,
         show: (chart, number) => isDrawn(model, number) && dot(),
