@@ -260,9 +260,9 @@ def _tail(run: Watched, now: float, advice: Sequence[Advice], width: int) -> lis
     texts = [printable(text).replace("\n", " ") for text in told[-MOST_WARNINGS:]]
     lines += [Text(f"warning: {text}", "yellow") for text in texts]
     for one in advice:
-        told = textwrap.wrap(f"to change: {one.text} ({one.evidence})", max(width, 20), subsequent_indent="  ")
-        lines += [Text(line, "green") for line in told]
+        wrapped = textwrap.wrap(f"to change: {one.text} ({one.evidence})", max(width, 20), subsequent_indent="  ")
+        lines += [Text(line, "green") for line in wrapped]
     if run.unreadable:
-        one = run.unreadable == 1
-        lines.append(Text(f"{run.unreadable} line{'' if one else 's'} of the log could not be read", "yellow"))
+        plural = "" if run.unreadable == 1 else "s"
+        lines.append(Text(f"{run.unreadable} line{plural} of the log could not be read", "yellow"))
     return lines
