@@ -108,7 +108,7 @@ def test_oversubscribed_cpus_are_told_with_the_arithmetic(ranks: RankPool) -> No
     said = ranks.run(train_with_too_many_threads, 2, 2 * cores)[0]
     (found,) = [advice for advice in said if "are oversubscribed" in advice.text]
     assert f"OMP_NUM_THREADS={max(1, cores // 2)}" in found.text
-    assert f"2 ranks with {2 * cores} threads each and 0 data workers want {4 * cores} cores" in found.evidence
+    assert f"2 ranks with {2 * cores} threads each want {4 * cores} cores" in found.evidence
 
 
 LOOP = """
