@@ -15,6 +15,7 @@ import math
 import os
 import select
 import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -315,7 +316,8 @@ def _untouched() -> Iterator[None]:
         warnings.simplefilter("ignore")
         # A recurrent layer is one kernel of this library, and products of matrices without it.
         everything.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        everything.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
+            everything.enter_context(torch.compiler.set_stance("force_eager"))
         everything.enter_context(torch.enable_grad())
         everything.enter_context(without_data("which tracing does not know"))
         yield

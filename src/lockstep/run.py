@@ -237,7 +237,7 @@ class Run:
         matrices = _told(tensor_config, tensor, self._config.tensor)
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         self._cutting = cutting
-        if self.is_main:
+        if self.is_main and not self._recorder:
             build_model = self._uncut.watching(build_model)
         engine = self.engine = Engine(
             loss,
@@ -747,7 +747,8 @@ class Run:
         where = (self._cutting, self.layout, self._comm.place, self.device)
         batches = (loader.order.global_batch, micro_batch)
         self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
-        self.journal.flops(lambda: self._flops(engine, coming))
+        if not self._recorder:  # of a proof nobody wants to know
+            self.journal.flops(lambda: self._flops(engine, coming))
         if self._compiles:
             self.status("compiling: the first steps take longer")
         if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
