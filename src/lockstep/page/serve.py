@@ -72,7 +72,7 @@ def follow(folders: Sequence[Path]) -> Build:
                 readers[folder] = RunReader(folder)
         for reader in readers.values():
             reader.read()
-        page = page_of([readers[folder] for folder in folders if folder in readers])
+        page = page_of([readers[folder] for folder in folders if folder in readers], live=True)
         found = iter(page.runs)
         runs = [next(found) if folder in readers else _waiting(folder) for folder in folders]
         # One that has failed or was stopped can be started again, and goes on in the same log.
