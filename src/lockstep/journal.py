@@ -28,16 +28,18 @@ from lockstep.runtime.waiting import StepClock
 from lockstep.scoring import Metric
 
 PER_STEP = ("step", "metric", "ranks", "machine")
-SECONDS_BETWEEN_WRITES = 0.5
-"""Ten times a second would cost each event twice as much: the processor has other things at hand every time."""
+SECONDS_BETWEEN_WRITES, SECONDS_AT_FIRST = 0.5, 0.1
+"""Ten times a second costs each event twice as much: the processor has other things at hand every time."""
+FIRST_STEPS = 100
+"""These are told soon: people wait for them, and a run may have no more."""
 
 
 class Journal:
     """Writes a run's events on rank 0 and drops them elsewhere.
 
-    Those of every step are written by a thread, twice a second: neither the disk nor a number that is still on
-    a GPU holds the next step up, and the thread does not fight it for Python's lock. All others are on disk when the
-    call returns, with what came before them.
+    Those of every step are written by a thread, at first soon and then twice a second: neither the disk nor a number
+    that is still on a GPU holds the next step up, and the thread does not fight it for Python's lock. All others are on
+    disk when the call returns, with what came before them.
     """
 
     def __init__(self, log: EventLog | None, clock: StepClock) -> None:
@@ -48,9 +50,6 @@ class Journal:
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._writer = threading.Thread(target=self._write_now_and_then, name="lockstep-events", daemon=True)
-        if log is not None:
-            self._writer.start()  # not with the first event: that may come while Python shuts down
         self._began = time.monotonic()
         self.step_seconds = 0.0
         """How long the last step took."""
@@ -58,6 +57,9 @@ class Journal:
         self.last_metrics: dict[str, dict[str, float | None]] = {}
         self._prediction: dict[str, Any] | None = None
         self._measured = Measured()
+        self._writer = threading.Thread(target=self._write_now_and_then, name="lockstep-events", daemon=True)
+        if log is not None:
+            self._writer.start()  # not with the first event: that may come while Python shuts down
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Record one event."""
@@ -214,8 +216,14 @@ class Journal:
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def _pause(self) -> float:
+        return SECONDS_AT_FIRST if self._measured.steps < FIRST_STEPS else SECONDS_BETWEEN_WRITES
+
     def _write_now_and_then(self) -> None:
-        while not self._closing.wait(SECONDS_BETWEEN_WRITES):
+        while not self._closing.wait(
+            SECONDS_AT_FIRST if self._measured.steps < FIRST_STEPS else SECONDS_BETWEEN_WRITES
+        ):
             try:
                 self._write()
             except BaseException as error:  # raised by the training's next event
