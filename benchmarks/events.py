@@ -125,7 +125,7 @@ class Work:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
-        return StepResult(number, loss.item(), self.samples, norm, 3e-4, False, 1.0, False)
+        return StepResult(number, loss.item(), self.samples, norm, 3e-4, False, 1.0, False, self.samples, 0)
 
 
 def turn(work: Work, steps: int, folder: Path | None) -> tuple[float, float, float]:
@@ -154,7 +154,6 @@ def observer(folder: Path) -> Iterator[Any]:
     clock, place, device = StepClock(torch.device("cpu")), find_place(), torch.device("cpu")
     log = EventLog(folder / "events.jsonl", 1, [TensorBoard(folder / "tb", print)])
     journal, telemetry, stragglers = Journal(log, clock), Telemetry(place, device), StragglerWatch(Layout())
-    journal.count_in("samples", 1)
     telemetry.start()
     telemetry.take()
     clock.start()
