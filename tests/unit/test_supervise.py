@@ -35,6 +35,12 @@ from lockstep.launch.supervise import Supervisor
 HOST = short_host()
 
 
+@pytest.fixture(autouse=True)
+def leaves_nothing_to_later_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor tells its workers through the environment, and so would tell the next test's."""
+    monkeypatch.setenv(LAUNCH, "{}")
+
+
 def failure(
     rank: int, kind: Kind = "exception", text: str = "ValueError: bad", at: float = 1.0, **more: Any
 ) -> Failure:
