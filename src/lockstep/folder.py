@@ -22,6 +22,7 @@ from lockstep.toml import read_toml
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
+REPORT = "report.html"
 LOCK = ".lock"
 EXIT_CODE = ".exit"
 """How the last start of a job ended, for its script."""

@@ -67,12 +67,12 @@ from lockstep.faults.requests import Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.watchdog import Watchdog
 from lockstep.flops import UncutModel, flops_event
-from lockstep.folder import RunFolder
+from lockstep.folder import REPORT, RunFolder
 from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, rank_memory
-from lockstep.page.report import REPORT, leave_report
+from lockstep.page.report import leave_report
 from lockstep.parallel.apply import (
     Cutting,
     Look,

@@ -204,6 +204,7 @@ def train_in(
     from lockstep.launch.follow import note_start
     from lockstep.launch.local import launch
     from lockstep.launch.nodes import settle_head
+    from lockstep.page.reading import RunReader
     from lockstep.page.report import leave_report
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
@@ -237,9 +238,10 @@ def train_in(
         is_ours = lock is not None and is_held(folder.path, lock)
         if is_ours and find_allocation():
             (folder.path / EXIT_CODE).write_text(str(outcome.code), encoding="ascii")
-    missing = leave_report(folder.path) if is_ours and outcome.code != 2 and folder.events.exists() else ""
+    reader = RunReader(folder.path) if folder.events.exists() else None  # of both: a long log is read once
+    missing = leave_report(folder.path, reader) if is_ours and outcome.code != 2 and reader else ""
     if outcome.code != 2 and nodes.speaks:
-        show_closing(folder.path, terminal)
+        show_closing(folder.path, terminal, reader)
     if missing:
         terminal.print(missing, markup=False, soft_wrap=True)
     if outcome.code == 2 and nodes.is_head:

@@ -28,10 +28,10 @@ def report_command(
     ] = False,
 ) -> int:
     """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
-    from lockstep.folder import existing_runs
+    from lockstep.folder import REPORT, existing_runs
     from lockstep.page.build import build_page
     from lockstep.page.panels import as_json as page_data
-    from lockstep.page.report import REPORT, write_page
+    from lockstep.page.report import write_page
 
     folders = [_begun(run) for run in existing_runs(runs)]
     target = output or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))

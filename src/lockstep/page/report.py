@@ -9,13 +9,16 @@ import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.amounts import bytes_text
 from lockstep.errors import UserError, reason
-from lockstep.folder import EVENTS
+from lockstep.folder import EVENTS, REPORT
 from lockstep.page.panels import Page
 
-REPORT = "report.html"
+if TYPE_CHECKING:
+    from lockstep.page.reading import RunReader
+
 MOST_BYTES = 2_000_000_000
 """Of a log that is read at the end of a run without being asked to: about a minute's work."""
 
@@ -49,14 +52,22 @@ def write_page(page: Page, target: Path) -> None:
         raise UserError(f"{target} cannot be written ({reason(error)})", "name a file somewhere else with -o") from None
 
 
-def leave_report(folder: Path) -> str:
-    """Write the report of a run that has just ended; where it cannot be, say in one line why there is none."""
+def leave_report(folder: Path, reader: RunReader | None = None) -> str:
+    """Write the report of a run that has just ended; where it cannot be, say in one line why there is none.
+
+    What `reader` has taken in of the log is not read again, nor by whoever is given it afterwards.
+    """
+    from lockstep.page.build import page_of
+    from lockstep.page.reading import RunReader
+
     again = f"lockstep report {shlex.quote(str(folder))}"
     try:
         size = (folder / EVENTS).stat().st_size
         if size > MOST_BYTES:
             return f"no report: the log has {bytes_text(size)}; {again} reads it all the same"
-        write_report(folder)
+        reader = reader or RunReader(folder)
+        reader.read()
+        write_page(page_of([reader]), folder / REPORT)
     except KeyboardInterrupt:
         return f"no report: interrupted; {again} makes one"
     except Exception as error:

@@ -24,29 +24,29 @@ from lockstep.amounts import (
     seconds_text,
     share_text,
 )
-from lockstep.folder import EVENTS
+from lockstep.folder import EVENTS, REPORT
 from lockstep.sinks.texts import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
+    from lockstep.page.reading import RunReader
     from lockstep.page.summary import Compared, Summary, TimeSpent
 
-REPORT = "report.html"
 LABEL = 11
 WIDEST = 100
 LEAST_SHARE = 0.005
 """Of the time: what is less is not named."""
 
 
-def show_closing(folder: Path, terminal: Terminal) -> None:
-    """Print the table of a run, from its events; one that never began has none."""
+def show_closing(folder: Path, terminal: Terminal, reader: RunReader | None = None) -> None:
+    """Print the table of a run, from its events; one that never began has none. `reader` may have read some of them."""
     from lockstep.page.reading import RunReader
 
     if not (folder / EVENTS).exists():
         return
     try:
-        reader = RunReader(folder)
+        reader = reader or RunReader(folder)
         reader.read()
         print_closing(reader.summary(time.time()), folder, terminal)
     except Exception as error:  # the training is done and saved: whatever is wrong here, it is not that
