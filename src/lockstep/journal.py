@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ class Journal:
     def __init__(self, log: EventLog | None, clock: StepClock) -> None:
         self._log = log
         self._clock = clock
-        self._waiting: deque[tuple[float, str, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[float, str, dict[str, Any] | _Step]] = deque()
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -72,6 +72,9 @@ class Journal:
         self._waiting.append((time.time(), kind, fields))
         if kind not in PER_STEP:
             self._write()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -123,26 +126,17 @@ class Journal:
     def step(self, result: StepResult, batch: StepBatch, epoch: float, *, profiled: bool = False) -> None:
         """One optimizer step is done; the time of a profiled one says nothing of the others."""
         self.last_loss = result.loss
-        samples = sum([len(part.ids) for part in batch.micro_batches if not part.filler])
+        samples = 0
+        for part in batch.micro_batches:
+            if not part.filler:
+                samples += len(part.ids)
         self.step_seconds = self._clock.step_done(samples, counts=not profiled)
         if self._log is None:  # nobody would read the copy of the norm
             return
-        if not profiled:
-            self._measured.step(self.step_seconds)
-        self.emit(
-            "step",
-            step=result.step,
-            epoch=epoch,
-            loss=result.loss,
-            grad_norm=HostCopy(result.grad_norm) if result.grad_norm.is_cuda else result.grad_norm.item(),
-            lr=result.lr,
-            weight=result.weight,
-            items=result.items,
-            padding=result.padding,
-            seconds=self.step_seconds,
-            skipped=result.skipped,
-            loss_scale=result.loss_scale,
-        )
+        norm = result.grad_norm
+        told = _Step(result, HostCopy(norm) if norm.is_cuda else norm, epoch, self.step_seconds, profiled)
+        self._waiting.append((time.time(), "step", told))
+        self._raise_failure()
 
     def validation(
         self, step: int, epoch: float, results: Mapping[str, Metric], samples: int, seconds: float, best: bool
@@ -187,6 +181,7 @@ class Journal:
     def end(self, step: int, best: tuple[int, float] | None) -> None:
         """The run is finished."""
         best_step, best_loss = best or (None, None)
+        self.flush()  # what was measured is known once it is written
         if self._prediction and not self._prediction["reason"] and self._measured.seconds:
             self.emit("prediction_error", step=step, **error_of(self._prediction, self._measured))
         self.emit(
@@ -216,10 +211,6 @@ class Journal:
         if self._failure is not None:
             raise self._failure
 
-    @property
-    def _pause(self) -> float:
-        return SECONDS_AT_FIRST if self._measured.steps < FIRST_STEPS else SECONDS_BETWEEN_WRITES
-
     def _write_now_and_then(self) -> None:
         while not self._closing.wait(
             SECONDS_AT_FIRST if self._measured.steps < FIRST_STEPS else SECONDS_BETWEEN_WRITES
@@ -238,8 +229,39 @@ class Journal:
 
     def _take_waiting(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         while self._waiting:
-            at, kind, fields = self._waiting.popleft()
-            yield at, kind, _plain(fields)
+            at, kind, told = self._waiting.popleft()
+            if isinstance(told, _Step):
+                if not told.profiled:
+                    self._measured.step(told.seconds)
+                yield at, kind, told.fields()
+            else:
+                yield at, kind, _plain(told)
+
+
+class _Step(NamedTuple):
+    """What is told of a step, by the training in a hurry; the writer makes an event of it."""
+
+    result: StepResult
+    grad_norm: HostCopy | torch.Tensor
+    epoch: float
+    seconds: float
+    profiled: bool
+
+    def fields(self) -> dict[str, Any]:
+        norm = self.grad_norm
+        return {
+            "step": self.result.step,
+            "epoch": self.epoch,
+            "loss": self.result.loss,
+            "grad_norm": norm.read()[0] if isinstance(norm, HostCopy) else norm.item(),
+            "lr": self.result.lr,
+            "weight": self.result.weight,
+            "items": self.result.items,
+            "padding": self.result.padding,
+            "seconds": self.seconds,
+            "skipped": self.result.skipped,
+            "loss_scale": self.result.loss_scale,
+        }
 
 
 def _as_json(results: Mapping[str, Metric]) -> dict[str, dict[str, float | None]]:

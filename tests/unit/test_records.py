@@ -13,9 +13,12 @@ def test_records_are_those_of_tensorboards_own_writer() -> None:
 
     draw = random.Random(1)
     ours, theirs = io.BytesIO(), io.BytesIO()
-    writers = RecordWriter(ours), Original(theirs)
-    for size in (0, 1, 7, 89, 1000):
-        data = draw.randbytes(size)
-        for writer in writers:
-            writer.write(data)
+    records = [draw.randbytes(size) for size in (89, 4, 7, 64, 65, 1000, 89, 0x10000)]
+    original = Original(theirs)
+    for data in records:
+        original.write(data)
+    writer = RecordWriter(ours)
+    writer.write(records[:6])
+    writer.write(records[6:7])
+    writer.write(records[7:])
     assert ours.getvalue() == theirs.getvalue()

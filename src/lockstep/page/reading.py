@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.events import parsed
+from lockstep.folder import EVENTS
 from lockstep.page.digest import Digest
 from lockstep.page.panels import RunPage
 from lockstep.page.summary import Summary
@@ -15,8 +16,6 @@ CHUNK = 1 << 22
 LONGEST_LINE = 1 << 26
 """Bytes: what is longer was not written by a run."""
 HEAD = 256
-raw_decode = json.JSONDecoder().raw_decode
-EVENTS = "events.jsonl"
 
 
 class RunReader:
@@ -81,7 +80,7 @@ class RunReader:
             return data
         self._offset += end
         take = self._digest.take
-        lines = data[:end].decode(errors="replace").split("\n")
+        lines = data[:end].split(b"\n")
         lines.pop()
         if self._passing_over:  # this is how it ends
             self._passing_over = False
@@ -90,10 +89,7 @@ class RunReader:
         for line in lines:
             number += 1
             try:
-                # As json.loads, but for its checks, which are felt with a million lines.
-                event, length = raw_decode(line)
-                if length != len(line):
-                    event = json.loads(line)
+                event = parsed(line)
             except (ValueError, RecursionError):
                 if line.strip():
                     self._digest.damage.line("not JSON", number)

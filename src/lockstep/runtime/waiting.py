@@ -67,10 +67,11 @@ class StepClock:
         self._pause = SECONDS_BETWEEN_REPORTS * (1 + ranks / RANKS_OF_A_SHORT_REPORT)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._main = threading.get_ident()
+        self._optimizer = _Optimizer(self)
         self._undo: list[tuple[Any, str, Any]] = []
         self._parts = _nothing()  # of the step that runs
-        self._is_stalled = False
-        self._working: Work | None = None
+        self.is_stalled = False
+        self.working: Work | None = None
         self._script_began: Moment | None = None  # while the script's own code runs
         self._spare: list[torch.cuda.Event] = []
         self._open: list[Pair] = []
@@ -121,73 +122,51 @@ class StepClock:
 
     def stalled(self, kind: Stall) -> AbstractContextManager[None]:
         """Inside the training may stand still."""
-        return _Part(self, kind)
+        return _Stall(self, kind)
 
     def optimizing(self) -> AbstractContextManager[None]:
         """Inside the gradients are clipped, or the weights updated."""
-        return _Part(self, "optimizer")
-
-    def begin(self, part: Stall | Work) -> Moment | None:
-        """A part of the step begins; None where nothing is measured, or a dataset talks to other ranks."""
-        if self._is_stalled:
-            return None
-        if part == "input":
-            self.script_ends()
-        now = self._now()
-        if part == "optimizer":
-            self._working = part
-        else:
-            self._is_stalled = True
-        return now
-
-    def end(self, part: Stall | Work, before: Moment, *, failed: bool) -> None:
-        """And ends. After an error nothing is added: a GPU that has failed would raise another one, and hide it."""
-        if part == "optimizer":
-            self._working = None
-        else:
-            self._is_stalled = False
-        if not failed:
-            self._add(part, before)
+        return self._optimizer
 
     def script_begins(self) -> None:
         """The script's own code goes on: it has got a batch, or the engine is done with one."""
-        self._working = "between"
-        self._script_began = self._now()
+        self.working = "between"
+        self._script_began = self.now()
 
     def script_ends(self) -> None:
         """It waits: the engine is given a batch, or the loader is asked for one."""
         began = self._script_began
         self._forget_script()
         if began is not None:
-            self._add("between", began)
+            self.add("between", began)
 
     def _forget_script(self) -> None:
-        self._working = self._script_began = None
+        self.working = self._script_began = None
 
-    def _add(self, part: Stall | Work, before: Moment) -> None:
+    def add(self, part: Stall | Work, before: Moment) -> None:
         """A part of the step ends now. What stands still while it works did not work."""
         if isinstance(before, float):
             seconds = time.perf_counter() - before
             self._parts[part] += seconds
-            if self._working is not None:
-                self._parts[self._working] -= seconds
+            if self.working is not None:
+                self._parts[self.working] -= seconds
         else:
-            self._open.append((part, self._working, before, self._event()))
+            self._open.append((part, self.working, before, self._event()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside nothing is measured, and none of it is part of a step."""
-        self._is_stalled = True
+        self.is_stalled = True
         try:
             yield
         except BaseException:
             self._forget_script()  # no more events for a GPU that may have failed: they would hide why
             raise
         finally:
-            self._is_stalled = False
+            self.is_stalled = False
             self.start()
 
-    def _now(self) -> Moment:
+    def now(self) -> Moment:
         return time.perf_counter() if self._stream is None else self._event()
 
     def _event(self) -> torch.cuda.Event:
@@ -201,7 +180,7 @@ class StepClock:
         self._give_back(self._open)
         self._open = []
         if self._script_began is not None:
-            self._script_began = self._now()
+            self._script_began = self.now()
         self._began = time.perf_counter()
 
     def step_done(self, samples: int, *, counts: bool = True) -> float:
@@ -222,10 +201,11 @@ class StepClock:
         self._seconds += seconds
         for part, took in self._parts.items():
             self._sums[part] += took
-        self._passed.extend(self._open)
-        self._read(wait=False)
-        self._open = []
-        self._parts = _nothing()
+            self._parts[part] = 0.0
+        if self._stream is not None:
+            self._passed.extend(self._open)
+            self._open = []
+            self._read(wait=False)
         self.script_begins()
         self._began = now
         return seconds
@@ -267,21 +247,49 @@ class StepClock:
         return spent
 
 
-class _Part:
-    """A part of a step. Not made from a generator, which would cost every step several times as much."""
+class _Stall:
+    """A part of a step in which the training may stand still."""
 
-    __slots__ = ("_before", "_clock", "_part")
+    # Not made from a generator, which would cost every step several times as much.
+    __slots__ = ("_before", "_clock", "_kind")
 
-    def __init__(self, clock: StepClock, part: Stall | Work) -> None:
+    def __init__(self, clock: StepClock, kind: Stall) -> None:
         self._clock = clock
-        self._part = part
+        self._kind: Stall = kind
+        self._before: Moment | None = None  # where nothing is measured, or a dataset talks to other ranks
 
     def __enter__(self) -> None:
-        self._before = self._clock.begin(self._part)
+        clock = self._clock
+        if clock.is_stalled:
+            return
+        if self._kind == "input":
+            clock.script_ends()
+        self._before = clock.now()
+        clock.is_stalled = True
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._before is not None:
-            self._clock.end(self._part, self._before, failed=kind is not None)
+            self._clock.is_stalled = False
+            if error is None:  # else a GPU may have failed: it would raise another one, and hide why
+                self._clock.add(self._kind, self._before)
+
+
+class _Optimizer:
+    """The part of a step that clips and updates: never in itself, so that there is one of it."""
+
+    __slots__ = ("_before", "_clock")
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._before = self._clock.now()
+        self._clock.working = "optimizer"
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._clock.working = None
+        if error is None:
+            self._clock.add("optimizer", self._before)
 
 
 def _nothing() -> dict[Stall | Work, float]:

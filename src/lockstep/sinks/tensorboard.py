@@ -15,7 +15,7 @@ from lockstep.events import Event
 from lockstep.sinks.numbers import Numbers
 from lockstep.sinks.records import RecordWriter
 
-FLUSH_SECONDS = 1.0
+SECONDS_BETWEEN_WRITES = 1.0
 
 
 class TensorBoard:
@@ -26,7 +26,9 @@ class TensorBoard:
         self._say = say
         self._writer: Any = None
         self._numbers = Numbers()
-        self._flushed = 0.0
+        self._plot = _Plot()
+        self._waiting: list[bytes] = []
+        self._wrote = 0.0
         self._closed = False
 
     def handle(self, event: Event) -> None:
@@ -36,13 +38,13 @@ class TensorBoard:
         try:
             if self._writer is None:
                 self._writer = _open_writer(self._folder, event["attempt"], event["time"])
-            message = _message(event, self._numbers.of(event))
+            message = self._plot.of(event, self._numbers.of(event)) or _message(event)
             if message is not None:
-                self._writer.write(message)
-                # Every step would cost more than writing does.
-                if event["kind"] != "step" or event["time"] - self._flushed >= FLUSH_SECONDS:
-                    self._writer.flush()
-                    self._flushed = event["time"]
+                self._waiting.append(message)
+                # By itself every step would cost several times as much.
+                if event["kind"] != "step" or event["time"] - self._wrote >= SECONDS_BETWEEN_WRITES:
+                    self._write()
+                    self._wrote = event["time"]
         except Exception as error:
             # Closed first: what is said may come back here as an event.
             self._closed = True
@@ -50,14 +52,54 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file. Later events are not written."""
+        if self._writer is not None and not self._closed:
+            try:
+                self._write()
+            except OSError as error:
+                self._closed = True
+                self._say(_why_not(error))
         writer, self._writer, self._closed = self._writer, None, True
         if writer is not None:
             writer.close()
 
+    def _write(self) -> None:
+        if self._waiting:
+            self._writer.write(self._waiting)
+            self._waiting = []
 
-def _message(event: Event, numbers: dict[str, float]) -> bytes | None:
-    """The event as a serialised TensorBoard message, or None when there is nothing to show of it."""
-    from tensorboard.compat.proto import event_pb2, types_pb2  # type: ignore[import-untyped]
+
+class _Plot:
+    """A message with numbers, filled in anew as long as their names are the same: to make one takes longer."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._message: Any = None
+
+    def of(self, event: Event, numbers: dict[str, float]) -> bytes | None:
+        """The numbers of an event as a serialised message; None where there are none."""
+        if not numbers:
+            return None
+        names = tuple(numbers)
+        if names != self._names:
+            self._names, self._message = names, _message_of(names)
+        self._message.wall_time, self._message.step = event["time"], event.get("step", 0)
+        for value, number in zip(self._message.summary.value, numbers.values(), strict=True):
+            value.simple_value = number
+        return bytes(self._message.SerializeToString())
+
+
+def _message_of(names: tuple[str, ...]) -> Any:
+    from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+
+    message = event_pb2.Event()
+    for name in names:
+        message.summary.value.add(tag=name)
+    return message
+
+
+def _message(event: Event) -> bytes | None:
+    """An event without numbers as a serialised message, or None when there is nothing to show of it."""
+    from tensorboard.compat.proto import event_pb2, types_pb2
 
     message = event_pb2.Event(wall_time=event["time"], step=event.get("step", 0))
     if event["kind"] == "start":
@@ -72,10 +114,7 @@ def _message(event: Event, numbers: dict[str, float]) -> bytes | None:
         text = textwrap.indent(event.get("prompt", "") + event["text"], "    ")
         value.tensor.string_val.append(text.encode("utf-8", "replace"))
     else:
-        for tag, number in numbers.items():
-            message.summary.value.add(tag=tag, simple_value=number)
-        if not message.summary.value:
-            return None
+        return None
     return bytes(message.SerializeToString())
 
 
@@ -85,7 +124,7 @@ def _open_writer(folder: Path, attempt: int, time: float) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names, so the attempt comes first.
     writer = RecordWriter((folder / f"events.out.tfevents.{attempt:010d}.lockstep").open("ab"))
-    writer.write(event_pb2.Event(wall_time=time, file_version="brain.Event:2").SerializeToString())
+    writer.write([event_pb2.Event(wall_time=time, file_version="brain.Event:2").SerializeToString()])
     return writer
 
 
