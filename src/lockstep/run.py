@@ -66,12 +66,11 @@ from lockstep.faults.recover import Alarm, Recovery, Surroundings
 from lockstep.faults.requests import Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.watchdog import Watchdog
-from lockstep.flops import UncutModel, flops_event
 from lockstep.folder import REPORT, RunFolder
-from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, rank_memory
+from lockstep.micro_batch import default_micro_batch, micro_batch_warnings
 from lockstep.page.report import leave_report
 from lockstep.parallel.apply import (
     Cutting,
@@ -84,10 +83,9 @@ from lockstep.parallel.apply import (
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
 from lockstep.parallel.tensorplan import most_ranks
-from lockstep.parallel.timetable import check_micro_batches, choose_micro_batch
-from lockstep.peak import find_peak
+from lockstep.parallel.timetable import check_micro_batches
 from lockstep.planner.model import Model
-from lockstep.precision import check_can_compute, number_formats
+from lockstep.precision import check_can_compute
 from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
@@ -143,7 +141,6 @@ class Run:
         self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
-        self._uncut = UncutModel()
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
         self._garbage: GarbageCollection | None = None
         self._launch = launch
@@ -238,7 +235,7 @@ class Run:
         cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
         self._cutting = cutting
         if self.is_main and not self._recorder:
-            build_model = self._uncut.watching(build_model)
+            build_model = self._watching.uncut.watching(build_model)
         engine = self.engine = Engine(
             loss,
             optimizer,
@@ -346,9 +343,11 @@ class Run:
             epochs = 1
         samples = dataset_size(dataset, name)
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
-        chosen = micro_batch or saved.get("micro_batch") or self._default_micro_batch(global_batch)
+        chosen = micro_batch or saved.get("micro_batch")
+        chosen = chosen or default_micro_batch(self._pipeline, self._target_layout, global_batch)
         chosen = min(chosen, self._launch.get("most") or chosen)  # memory ran out with more
-        self._warn_of_micro_batch(chosen, saved.get("micro_batch"), global_batch)
+        for line in micro_batch_warnings(chosen, saved.get("micro_batch"), global_batch, self.layout.data_size):
+            self.message(line, "warning")
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate, tokens)
@@ -634,27 +633,6 @@ class Run:
             return Layout.parse(self._recorder.settings.layout)
         return self.layout
 
-    def _default_micro_batch(self, global_batch: int) -> int:
-        layout = self._target_layout
-        if layout.pp > 1:
-            return choose_micro_batch(self._pipeline, layout.pp, global_batch, layout.data_size)
-        return -(-global_batch // self.layout.data_size)
-
-    def _warn_of_micro_batch(self, chosen: int, before: int | None, global_batch: int) -> None:
-        """Say when a run goes on with other micro-batches, or with too few for the ranks it has now."""
-        if before is not None and chosen != before:
-            text = (
-                f"micro_batch is {chosen} now and was {before}: dropout masks and BatchNorm follow micro-batches, and"
-            )
-            self.message(f"{text} differ from here on", "warning")
-        idle = self.layout.data_size - -(-global_batch // chosen)
-        if before is not None and idle > 0:
-            fair = -(-global_batch // self.layout.data_size)
-            text = (
-                f"{idle} of {self.layout.data_size} data ranks have nothing to do, because the run keeps micro_batch = "
-            )
-            self.message(f"{text}{chosen}: micro_batch = {fair} would share the batch out", "warning")
-
     def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
         if self.engine is not None and not self.engine.is_ready:
@@ -743,15 +721,12 @@ class Run:
         if self.is_main:
             settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
             self.journal.emit("settings", text=settings)
-        micro_batch, ranks = loader.order.micro_batch, self.layout.data_size
-        where = (self._cutting, self.layout, self._comm.place, self.device)
-        batches = (loader.order.global_batch, micro_batch)
-        self.journal.foretell(Expected(self.planned, *where, engine.precision, *batches, engine.attention))
+        self._watching.foretell(engine, loader.order, self._cutting, self.planned)
         if not self._recorder:  # of a proof nobody wants to know
-            self.journal.flops(lambda: self._flops(engine, coming))
+            self._watching.count_flops(engine, coming)
         if self._compiles:
             self.status("compiling: the first steps take longer")
-        if line := batch_norm_line(engine.model, self._batch_norm, micro_batch, ranks):
+        if line := batch_norm_line(engine.model, self._batch_norm, loader.order.micro_batch, self.layout.data_size):
             self.message(line)
         if self._recorder:
             self._recorder.begin(engine)
@@ -788,13 +763,6 @@ class Run:
                 self.leave()
                 raise SystemExit(code)
         self._clock.script_begins()
-
-    def _flops(self, engine: Engine, coming: StepBatch | None) -> dict[str, Any]:
-        """What a sample costs, and what the device of a rank could do."""
-        formats = number_formats(engine.precision, engine.numerics, self.device.type)
-        peak = find_peak(self.device, formats["matrix products"], self._comm.place, self._config.share_gpu)
-        with self._comm.beat.busy():
-            return flops_event(self._uncut, coming, engine.plain_loss, engine.precision, peak)
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,13 +18,21 @@ import torch
 
 from lockstep.amounts import bytes_text
 from lockstep.config import LaunchConfig
+from lockstep.data.loader import StepBatch
+from lockstep.data.order import Order
 from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
 from lockstep.faults.stragglers import StragglerWatch, ranks_event
+from lockstep.flops import UncutModel, flops_event
+from lockstep.foretell import Expected
 from lockstep.journal import Journal
 from lockstep.layout import Layout
 from lockstep.memory import peak_bytes
+from lockstep.parallel.apply import Cutting
 from lockstep.parallel.happened import Lane, timetable_event
+from lockstep.peak import find_peak
+from lockstep.planner.model import Model
+from lockstep.precision import number_formats
 from lockstep.profiling import Profiler
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.telemetry import Telemetry, machine_event
@@ -59,6 +67,8 @@ class Watching:
         self._stragglers = StragglerWatch(layout)
         self._timetable_at = -math.inf
         self._engine: Engine | None = None
+        self._share_gpu = config.share_gpu
+        self.uncut = UncutModel()
 
     def start(self) -> None:
         """The ranks have met."""
@@ -73,6 +83,23 @@ class Watching:
         for line in self.profiler.out_of_reach(engine.steps_done, total_steps):
             self._say(line, "warning")
         self.profiler.begin_step(engine.steps_done + 1, engine)
+
+    def foretell(self, engine: Engine, order: Order, cutting: Cutting, planned: Callable[[], Model] | None) -> None:
+        """Tell what the planner expects of the steps to come, where it knows the model."""
+        where = (cutting, self._layout, self._comm.place, self._device)
+        batches = (order.global_batch, order.micro_batch)
+        self._journal.foretell(Expected(planned, *where, engine.precision, *batches, engine.attention))
+
+    def count_flops(self, engine: Engine, coming: StepBatch | None) -> None:
+        """Tell what a sample costs, by the first step that comes, and what the device of a rank could do."""
+
+        def count() -> dict[str, Any]:
+            formats = number_formats(engine.precision, engine.numerics, self._device.type)
+            peak = find_peak(self._device, formats["matrix products"], self._comm.place, self._share_gpu)
+            with self._comm.beat.busy():
+                return flops_event(self.uncut, coming, engine.plain_loss, engine.precision, peak)
+
+        self._journal.flops(count)
 
     def close(self) -> None:
         """Measure nothing more."""
