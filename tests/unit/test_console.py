@@ -186,7 +186,7 @@ def test_what_happened_is_said_in_one_line_each():
         event("sample", step=100, prompt="To be", text=" or not\nto be"),
         event("stop", reason="interrupted", step=120, text="the same command goes on"),
     ) == [
-        "step 100 | saved checkpoints/step-00000100 (9.8 MB in 0.4 s)",
+        "step 100 | saved checkpoints/step-00000100 (9.81 MB in 0.4 s)",
         "bigram baseline: loss 2.420",
         "chosen: micro_batch = 8",
         "a remark",
@@ -259,7 +259,7 @@ def test_a_pipe_gets_no_escape_codes_and_no_broken_lines():
 def test_a_pipe_gets_the_first_and_the_last_step_of_a_quick_run():
     steps = [line for line in shown(start(), *(step(number) for number in range(1, 301))) if "loss" in line]
     assert [int(line[5:8]) for line in steps] == [1, 300]
-    assert steps[0] == "step   1/300 | loss 2.500 | 41k tokens/s | 0:15 left | epoch 0.01"
+    assert steps[0] == "step   1/300 | loss 2.500 | 41 k tokens/s | 0:15 left | epoch 0.01"
 
 
 def test_a_pipe_gets_a_step_a_minute_of_a_slow_run():
@@ -328,7 +328,7 @@ def test_the_bar_is_one_line_that_fits(width: int):
         assert line.startswith("step")
         assert len(line) <= width
     if width >= 80:
-        details = r"loss 2.500 \| 41k tokens/s \| 0:11 left \| epoch 0.67( \| temperature 0.7)? *"
+        details = r"loss 2.500 \| 41 k tokens/s \| 0:11 left \| epoch 0.67( \| temperature 0.7)? *"
         assert re.fullmatch("step  80/300 [━╸╺]+ " + details, bar_with_total)
         assert ("temperature" in bar_with_total) == (width == 120)
 
@@ -357,7 +357,7 @@ def test_throughput_leaves_out_the_first_step_and_the_pauses_but_the_time_left_h
         event("checkpoint", step=100, path="c", seconds=120.0, stall=99.4, bytes=1, best=False),
     ]
     bar = shown(start(), *events, *pauses, on=terminal(120))[-1]
-    assert "41k tokens/s" in bar
+    assert "41 k tokens/s" in bar
     assert "3:30 left" in bar  # 200 steps of 0.05 s, and 100 s of pauses in 100 steps
 
 

@@ -58,7 +58,7 @@ def test_a_running_run_says_how_far_how_fast_and_how_well_it_is():
     shown = lines(half)
     assert shown[0] == "runs/made  running  step 100/200 (50 %)  0:12 left"
     assert shown[1].count("█") == 50
-    assert shown[3] == "loss 1.946  20k tokens/s  100 ms a step  lr 0.0003  grad norm 1.086  epoch 0.83"
+    assert shown[3] == "loss 1.946  20.5 k tokens/s  100 ms a step  lr 0.0003  grad norm 1.086  epoch 0.83"
     assert shown[4] == "step 100:  validation loss 2.046  accuracy 55.6 % (100/180)  best 2.046 at step 100"
     assert any(line.startswith("last checkpoint: step 100, 9.81 MB in 400 ms, 0:00 ago") for line in shown)
     assert run.is_over(LATER)

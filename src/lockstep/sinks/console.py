@@ -15,9 +15,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.amounts import beside_prediction, bytes_text, seconds_text
+from lockstep.amounts import beside_prediction, bytes_text, count_text, seconds_text
 from lockstep.events import Event
-from lockstep.sinks.texts import clock, compact, number, printable
+from lockstep.sinks.texts import clock, number, printable
 
 BAR_WIDTH = 24
 SECONDS_BETWEEN_PLAIN_STEPS = 60.0
@@ -65,7 +65,7 @@ class Console:
                 self._line(_test_text(event), "bold green")
             case "checkpoint":
                 self._pause(event["stall"])
-                size = f"{compact(event['bytes'], ' ')}B in {event['seconds']:.1f} s"
+                size = f"{bytes_text(event['bytes'])} in {event['seconds']:.1f} s"
                 best = " | best so far" if event["best"] else ""
                 self._line(f"step {event['step']} | saved {event['path']} ({size}){best}", "dim")
             case "baseline":
@@ -166,7 +166,7 @@ class Console:
         texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
         if self._pace.recent_seconds > 0:
             rate = self._pace.recent_items / self._pace.recent_seconds
-            texts.append(f"{compact(rate)} {self._start['item'] if self._start else 'items'}/s")
+            texts.append(f"{count_text(rate)} {self._start['item'] if self._start else 'items'}/s")
         total = self._total_steps()
         if total and total > step["step"]:
             texts.append(f"{clock(self._pace.seconds_for(total - step['step']))} left")

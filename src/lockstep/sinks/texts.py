@@ -10,14 +10,6 @@ def number(value: float) -> str:
     return f"{value:#.4g}".rstrip(".") if math.isfinite(value) else str(value)
 
 
-def compact(value: float, space: str = "") -> str:
-    """Two digits or three, with k, M or G."""
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.{1 if value < 10 * scale else 0}f}{space}{unit}"
-    return f"{value:.{1 if value < 10 else 0}f}{space}"
-
-
 def clock(seconds: float) -> str:
     """A time as a clock shows it: 1:02, 3:04:05, 2 d 3 h."""
     minutes, rest = divmod(round(seconds), 60)

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.text import Text
 
-from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.amounts import bytes_text, count_text, percent, seconds_text
 from lockstep.charts import Series, terminal_chart
 from lockstep.page.panels import Advice
 from lockstep.sinks.console import score_texts, start_text
-from lockstep.sinks.texts import clock, compact, number, printable
+from lockstep.sinks.texts import clock, number, printable
 from lockstep.sinks.watched import Watched
 
 MOST_RANKS = 16
@@ -115,7 +115,7 @@ def _numbers(run: Watched) -> list[str]:
     texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
     if run.pace.recent_seconds > 0:
         item = run.start["item"] if run.start else "items"
-        texts.append(f"{compact(run.pace.recent_items / run.pace.recent_seconds)} {item}/s")
+        texts.append(f"{count_text(run.pace.recent_items / run.pace.recent_seconds)} {item}/s")
         texts.append(f"{seconds_text(run.pace.recent_seconds / run.pace.recent_steps)} a step")
     texts += [f"lr {step['lr']:.3g}", f"grad norm {number(step['grad_norm'])}", f"epoch {step['epoch']:.2f}"]
     return texts + [f"{printable(name)} {value:.4g}" for name, value in run.logged.items() if name != "loss"]
