@@ -300,7 +300,7 @@ def _as_line(event: Event) -> bytes:
             return line
     except TypeError:
         pass
-    return json.dumps(without_non_finite(event), allow_nan=False).encode() + b"\n"
+    return json.dumps(without_non_finite(event), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def parsed(line: bytes) -> Any:

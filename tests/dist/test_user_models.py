@@ -218,7 +218,7 @@ def test_the_usual_epoch_loop_around_the_loader_is_refused(tmp_path: Path) -> No
 def test_numbers_of_numpy_can_be_logged(tmp_path: Path) -> None:
     with lockstep.init("single", run_dir=tmp_path / "run") as run:
         run.log(accuracy=np.float32(0.5), loss=torch.tensor(2.0))
-    assert '"values": {"accuracy": 0.5, "loss": 2.0}' in (tmp_path / "run" / "events.jsonl").read_text()
+    assert '"values":{"accuracy":0.5,"loss":2.0}' in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 def test_once_gives_what_json_makes_of_it_on_one_rank_too(tmp_path: Path) -> None:
