@@ -119,32 +119,39 @@ def flops_event(
 
 def in_a_child(count: Callable[[], tuple[dict[str, int], str]], seconds: float) -> tuple[dict[str, int], str]:
     """What a function returns, found out by a fork of this process, which ends after so many seconds."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            # What the script prints in there, it prints again in the first step.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(1, 2)
-            torch.set_num_threads(1)  # the threads of the parent are not here
-            os.write(writer, json.dumps(count()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
     try:
-        answer = b""
-        if select.select([reader], [], [], seconds)[0]:
-            answer = os.read(reader, 1 << 16)
-        else:
-            return {}, f"the model cannot be traced: that takes longer than {seconds:g} s"
-    finally:
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        answer = _answer_of_a_child(count, seconds)
+    except OSError as error:  # there is no memory for another process, or no more files: the run can do without
+        return {}, f"the model cannot be traced: {error}"
+    if answer is None:
+        return {}, f"the model cannot be traced: that takes longer than {seconds:g} s"
     if not answer:
         return {}, "the model cannot be traced: the process that did it has died"
     counted, reason = json.loads(answer)
     return counted, reason
+
+
+def _answer_of_a_child(count: Callable[[], tuple[dict[str, int], str]], seconds: float) -> bytes | None:
+    """What the child has written: nothing where it died, None where it takes too long."""
+    with ExitStack() as everything:
+        reader, writer = os.pipe()
+        everything.callback(os.close, reader)
+        with os.fdopen(writer, "wb"):
+            child = os.fork()
+            if child == 0:
+                try:
+                    # What the script prints in there, it prints again in the first step.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                    os.dup2(1, 2)
+                    torch.set_num_threads(1)  # the threads of the parent are not here
+                    os.write(writer, json.dumps(count()).encode())
+                finally:
+                    os._exit(0)
+        everything.callback(os.waitpid, child, 0)
+        everything.callback(os.kill, child, signal.SIGKILL)
+        waiting = select.poll()  # unlike select(), whatever the number of the file
+        waiting.register(reader, select.POLLIN)
+        return os.read(reader, 1 << 16) if waiting.poll(1000 * seconds) else None
 
 
 def model_without_data(model: nn.Module) -> nn.Module:

@@ -67,12 +67,15 @@ class Journal:
             return
         if os.getpid() != self._process:
             raise UserError("a data loader's worker process cannot write events", "log from the training loop")
-        if self._closing.is_set():
-            raise UserError("the run is closed and takes no more events", "log before run.close()")
+        self._check_open()
         self._waiting.append((time.time(), kind, fields))
         if kind not in PER_STEP:
             self._write()
         self._raise_failure()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise UserError("the run is closed and takes no more events", "log before run.close()")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -133,8 +136,9 @@ class Journal:
         self.step_seconds = self._clock.step_done(samples, counts=not profiled)
         if self._log is None:  # nobody would read the copy of the norm
             return
-        norm = result.grad_norm
-        told = _Step(result, HostCopy(norm) if norm.is_cuda else norm, epoch, self.step_seconds, profiled)
+        self._check_open()
+        norm = result.grad_norm  # read now: the script may change it before it is written
+        told = _Step(result, HostCopy(norm) if norm.is_cuda else norm.item(), epoch, self.step_seconds, profiled)
         self._waiting.append((time.time(), "step", told))
         self._raise_failure()
 
@@ -242,18 +246,17 @@ class _Step(NamedTuple):
     """What is told of a step, by the training in a hurry; the writer makes an event of it."""
 
     result: StepResult
-    grad_norm: HostCopy | torch.Tensor
+    grad_norm: HostCopy | float
     epoch: float
     seconds: float
     profiled: bool
 
     def fields(self) -> dict[str, Any]:
-        norm = self.grad_norm
         return {
             "step": self.result.step,
             "epoch": self.epoch,
             "loss": self.result.loss,
-            "grad_norm": norm.read()[0] if isinstance(norm, HostCopy) else norm.item(),
+            "grad_norm": _plain(self.grad_norm),
             "lr": self.result.lr,
             "weight": self.result.weight,
             "items": self.result.items,

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lockstep.amounts import bytes_text
 from lockstep.engine import Engine
 from lockstep.faults.failure import short_host
 from lockstep.selection import Steps, parse_ranks, parse_steps
@@ -31,6 +32,12 @@ from lockstep.trace_memory import is_allocation
 FOLDER = "profile"
 SUFFIX = ".pt.trace.json.gz"
 """TensorBoard's profile plugin looks for files that end in this."""
+
+NOTHING_SEEN = {
+    "seconds": dict.fromkeys(("whole", "compute", "communication", "overlapped", "idle"), 0.0),
+    **{what: [] for what in ("kernels", "gaps", "memory", "tensors")},
+}
+"""Of a trace: what a `profile` event tells, where it can only say which steps were slower."""
 
 MOST_STEPS_WITH_STACKS = 5
 """Python's functions are most of a trace: of more steps it would be too large."""
@@ -72,7 +79,8 @@ class Profiler:
             self.steps = None
             yield f"the run goes on after step {steps_done}, and {steps} came before: nothing is left to profile"
         elif total_steps is not None and steps.last > total_steps:
-            yield f"{steps} cannot be profiled: the run has {total_steps} steps"
+            reach = "cannot be profiled" if steps.first > total_steps else f"are profiled up to step {total_steps}"
+            yield f"{steps} {reach}: the run has {total_steps} steps"
 
     def touches(self, step: int) -> bool:
         """Whether a step takes longer than others because of this, on some rank and so on all."""
@@ -115,9 +123,9 @@ class Profiler:
         return self._first is not None and self._first <= step
 
     def finish(self, step: int, folder: Path) -> dict[str, Any] | None:
-        """Write what was recorded up to `step`; returns the fields of a `profile` event, or why there are none.
+        """Write what was recorded up to `step`; returns the fields of a `profile` event.
 
-        That is `failure`, or `too_large`, how many bytes there are in a trace that nobody has looked through.
+        Where nothing could be recorded, or nobody has looked through it, `kernels` are none and the text says why.
         """
         first, self._first, self.steps = self._first, None, None
         recording, self._recording = self._recording, None
@@ -128,7 +136,9 @@ class Profiler:
             with self._noting_failure():
                 path = Path(FOLDER) / f"{short_host()}.{self._rank}.step-{first:08d}{SUFFIX}"
                 return {**told, "path": str(path), **recording.write(folder / path, told)}
-        return {"rank": self._rank, "failure": self._failure or "nothing was recorded"}
+        why = self._failure or "nothing was recorded"
+        text = f"rank {self._rank} could not be profiled ({why}); the training goes on"
+        return {**told, "path": "", **NOTHING_SEEN, "text": text}
 
     def discard(self) -> None:
         """Leave no file of what was recorded so far."""
@@ -215,7 +225,9 @@ class Recording:
                     _, brace, rest = file.read(1 << 20).partition(b"{")
                     target.write(brace + f'"lockstep": {json.dumps(told)},'.encode() + rest)
                     shutil.copyfileobj(file, target, 1 << 20)
-                return {"too_large": size}
+                why = f"at {bytes_text(size)} it is too large to be looked through while the run waits"
+                text = f"rank {told['rank']} has left a trace, but {why}: profile fewer steps"
+                return {**NOTHING_SEEN, "text": text}
             with plain.open(encoding="utf-8") as file:
                 trace = json.load(file)
         begun = f"{STEP}{told['last_step'] + 1}"  # and never done: no samples were left

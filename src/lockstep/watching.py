@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.amounts import bytes_text
 from lockstep.config import LaunchConfig
 from lockstep.data.loader import StepBatch
 from lockstep.data.order import Order
@@ -145,16 +144,9 @@ class Watching:
                 own = self.profiler.finish(step, self._folder)
             told = [digest for digest in self._comm.gather(own) if digest is not None]
         for digest in told:
-            if "failure" in digest:
-                text = f"rank {digest['rank']} could not be profiled ({digest['failure']}); the training goes on"
-                self._say(text, "warning")
-            elif "too_large" in digest:
-                size, path = bytes_text(digest["too_large"]), self._folder / digest["path"]
-                why = f"at {size} it is too large to be looked through while the run waits: profile fewer steps"
-                self._say(f"the trace of rank {digest['rank']} is {path}; {why}", "warning")
-            else:
-                self._journal.emit("profile", **digest)
-                self._say(f"{digest['text']}; the trace is {self._folder / digest['path']}", "info")
+            self._journal.emit("profile", **digest)
+            where = f"; the trace is {self._folder / digest['path']}" if digest["path"] else ""
+            self._say(f"{digest['text']}{where}", "info" if digest["kernels"] else "warning")
         self._journal.between_steps()
 
     def report_ranks(self, engine: Engine, workers: int, *, last: bool) -> None:

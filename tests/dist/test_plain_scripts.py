@@ -179,9 +179,15 @@ def test_the_scripts_own_error_is_the_one_that_is_shown(tmp_path: Path) -> None:
 
 def test_a_closed_run_says_so(tmp_path: Path) -> None:
     run = begin(tmp_path / "run")
+    engine = run.setup(perceptron, squared, optimizer=adamw)
+    for batch in run.loader(Pairs(), 8, micro_batch=4, steps=2, workers=0):
+        result = engine.step(batch)
+        result.grad_norm.mul_(0)  # the script may do so: it was read
     run.close()
-    with pytest.raises(UserError, match="the run is closed"):
-        run.log(loss=1.0)
+    assert all(event["grad_norm"] > 0 for event in read_events(run.folder.events) if event["kind"] == "step")
+    for too_late in (lambda: run.log(loss=1.0), lambda: engine.step(batch)):
+        with pytest.raises(UserError, match="the run is closed"):
+            too_late()
 
 
 @pytest.mark.parametrize(

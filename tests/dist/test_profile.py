@@ -180,11 +180,12 @@ def large(job: Job) -> Any:
 
 def test_a_large_trace_is_written_and_not_looked_through(ranks: RankPool) -> None:
     events, (names, digest) = ranks.run(large, 1)[0]
-    assert of_kind("profile", events) == []
+    (profile,) = of_kind("profile", events)
+    assert (profile["first_step"], profile["last_step"], profile["kernels"]) == (3, 4, []), "which steps were slower"
     assert len(of_kind("step", events)) == STEPS
-    (told,) = [text for text in texts(events) if text.startswith("the trace of rank 0 is ")]
-    assert "pt.trace.json.gz; at " in told
-    assert told.endswith("too large to be looked through while the run waits: profile fewer steps")
+    (told,) = [text for text in texts(events) if text.startswith("rank 0 has left a trace, but at ")]
+    assert "too large to be looked through while the run waits: profile fewer steps; the trace is " in told
+    assert told.endswith(profile["path"])
     assert {"ProfilerStep#3", "ProfilerStep#4"} <= names
     assert digest["seconds"]["compute"] > 0, "the file can be looked through elsewhere"
     assert any("weight" in where for *_, where in digest["tensors"])
@@ -202,7 +203,7 @@ def test_a_profiler_that_fails_is_a_message_and_the_run_goes_on(ranks: RankPool)
     plain, losses, events, files = ranks.run(failing, 2)[0]
     assert losses == plain
     assert all(map(math.isfinite, losses))
-    assert [event["rank"] for event in of_kind("profile", events)] == [0]
+    assert [(event["rank"], bool(event["kernels"])) for event in of_kind("profile", events)] == [(0, True), (1, False)]
     assert any("rank 1 could not be profiled (OSError: no room)" in text for text in texts(events))
     assert len(files) == 1, "nothing of a file that could not be written"
     assert ".0.step-00000002." in files[0]

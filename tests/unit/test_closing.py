@@ -90,9 +90,9 @@ def test_a_hostile_name_cannot_move_the_cursor():
     assert "\x1b" not in "".join(line.plain for line in closing_table(replace(SUMMARY, name="a\x1b[2Jb"), None, 80))
 
 
-def shown(folder: Path) -> str:
+def shown(folder: Path, *, has_report: bool = True) -> str:
     terminal = Terminal(file=io.StringIO(), _environ={})
-    show_closing(folder, terminal)
+    show_closing(folder, terminal, has_report=has_report)
     assert isinstance(terminal.file, io.StringIO)
     return terminal.file.getvalue()
 
@@ -104,6 +104,19 @@ def test_it_is_made_from_the_events_of_all_attempts(tmp_path: Path):
     assert "repeated or skipped" in " ".join(text.split())
     assert "\x1b" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_very_long_log_is_not_read_without_being_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_run(tmp_path, Made(steps=5))
+    monkeypatch.setattr("lockstep.page.report.MOST_BYTES", 10)
+    assert shown(folder) == ""
+
+
+def test_a_report_of_an_earlier_end_is_not_named(tmp_path: Path):
+    folder = write_run(tmp_path, Made(steps=5))
+    (folder / "report.html").write_text("old")
+    assert "report.html" in shown(folder)
+    assert "report.html" not in shown(folder, has_report=False)
 
 
 def test_a_run_that_never_began_has_no_table(tmp_path: Path):

@@ -7,14 +7,17 @@ layer, whose input are data that nobody derives by.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -300,6 +303,25 @@ def test_a_trace_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_process_that_dies_while_it_traces_is_the_reason() -> None:
     assert "has died" in event_of(nn.Linear(1, 1), lambda *_: os.kill(os.getpid(), signal.SIGKILL))[1]
+
+
+def test_a_machine_without_room_for_another_process_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")))
+    assert "Cannot allocate memory" in event_of(nn.Linear(3, 5), squares, torch.ones(1, 3))[1]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_with_more_files_than_select_knows_traces_too() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert event_of(nn.Linear(3, 5), squares, torch.ones(1, 3))[1] == ""
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_loss_that_changes_its_batch_or_itself_finds_both_as_they_were() -> None:

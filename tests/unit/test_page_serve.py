@@ -8,11 +8,13 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,20 @@ def test_a_name_that_is_not_this_hosts_own_gets_nothing(board: Board, host: str)
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8600", "[::1]:9"])
 def test_this_hosts_own_names_are_served_on_any_port_as_a_tunnel_needs(board: Board, host: str) -> None:
     assert ask(board, "/", Host=host).status == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.1.1", "::1", "this-machine"])
+def test_the_address_that_it_says_to_open_answers(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a name of this machine is an address that only it can reach, as Debian sets it up."""
+    look_up = socket.getaddrinfo
+
+    def known(name: str, *rest: Any, **named: Any) -> Any:
+        return look_up("127.0.1.1" if name == "this-machine" else name, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    with serving(host=host) as board, urllib.request.urlopen(board.url, timeout=10) as answer:
+        assert answer.status == 200
+        assert board.token == ""
 
 
 def test_requests_without_a_host_or_with_two_get_nothing(board: Board) -> None:

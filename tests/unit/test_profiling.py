@@ -60,3 +60,15 @@ def test_the_profiler_writes_nothing_to_the_terminal_of_a_run() -> None:
     env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     done = subprocess.run([sys.executable, "-c", RECORD], env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("steps", "total", "told"),
+    [
+        ("10-12", 11, ["steps 10-12 are profiled up to step 11: the run has 11 steps"]),
+        ("10-12", 9, ["steps 10-12 cannot be profiled: the run has 9 steps"]),
+        ("10-12", 12, []),
+    ],
+)
+def test_a_run_that_ends_too_early_says_what_is_profiled(steps: str, total: int, told: list[str]) -> None:
+    assert list(Profiler(steps, "0", 0, 1, torch.device("cpu")).out_of_reach(0, total)) == told

@@ -32,8 +32,12 @@ def board_command(
         with terminal.status(f"reading {', '.join(map(str, folders))}"):
             board.page.newest()
         terminal.print(f"{', '.join(map(str, folders))}: {board.url}", markup=False, soft_wrap=True)
+        if board.is_loopback and host not in ("localhost", board.address):
+            text = f"{host} is {board.address} here, which only this machine reaches: --host 0.0.0.0 lets others in"
+            terminal.print(text, markup=False, soft_wrap=True)
         if os.environ.get("SSH_CONNECTION") and board.is_loopback:
-            tunnel = f"ssh -N -L {board.port}:127.0.0.1:{board.port} {socket.gethostname()}"
+            there = f"[{board.address}]" if ":" in board.address else board.address
+            tunnel = f"ssh -N -L {board.port}:{there}:{board.port} {socket.gethostname()}"
             terminal.print(f"from your own machine: {tunnel}, then open it there", markup=False, soft_wrap=True)
         terminal.print("Ctrl-C ends it; the run goes on", style="dim")
         if open_:

@@ -241,7 +241,7 @@ def train_in(
     reader = RunReader(folder.path) if folder.events.exists() else None  # of both: a long log is read once
     missing = leave_report(folder.path, reader) if is_ours and outcome.code != 2 and reader else ""
     if outcome.code != 2 and nodes.speaks:
-        show_closing(folder.path, terminal, reader)
+        show_closing(folder.path, terminal, reader, has_report=not missing)
     if missing:
         terminal.print(missing, markup=False, soft_wrap=True)
     if outcome.code == 2 and nodes.is_head:

@@ -179,8 +179,9 @@ def _remarks(groups: Sequence[Group]) -> list[str]:
             assert group.base is not None
             told.append(
                 "An efficiency over 100 % (marked !) is an error of the comparison and no gain of the layout: "
-                f"{group.base.name}, which the others are divided by, was slower than it had to be. Its ranks had fewer "
-                "threads, its data did not fit into caches, or the machine was busy: see what differs, and its page."
+                f"{group.base.name}, which the others are divided by, was slower than it had to be. Its ranks had "
+                "fewer threads, its data did not fit into caches, or the machine was busy: see what differs, and its "
+                "page."
             )
     return told
 

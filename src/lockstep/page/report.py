@@ -52,6 +52,11 @@ def write_page(page: Page, target: Path) -> None:
         raise UserError(f"{target} cannot be written ({reason(error)})", "name a file somewhere else with -o") from None
 
 
+def is_long(folder: Path) -> bool:
+    """Whether the log of a run is too long to be read at its end without being asked for."""
+    return (folder / EVENTS).stat().st_size > MOST_BYTES
+
+
 def leave_report(folder: Path, reader: RunReader | None = None) -> str:
     """Write the report of a run that has just ended; where it cannot be, say in one line why there is none.
 
@@ -62,8 +67,8 @@ def leave_report(folder: Path, reader: RunReader | None = None) -> str:
 
     again = f"lockstep report {shlex.quote(str(folder))}"
     try:
-        size = (folder / EVENTS).stat().st_size
-        if size > MOST_BYTES:
+        if is_long(folder):
+            size = (folder / EVENTS).stat().st_size
             return f"no report: the log has {bytes_text(size)}; {again} reads it all the same"
         reader = reader or RunReader(folder)
         reader.read()

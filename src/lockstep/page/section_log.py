@@ -55,6 +55,10 @@ def profile(digest: Digest) -> list[Panel]:
 
 def _profile(one: Profile, number: int) -> list[Panel]:
     id, who = f"profile{number}", f"rank {one.rank}, {steps_text(one.first_step, one.last_step)}"
+    trace = f"The trace for Perfetto and TensorBoard is {one.path}." if one.path else ""
+    note = f"{_sentence(one.text)} {trace}".strip()
+    if not one.seconds["whole"]:
+        return [Text(id, f"No digest: {who}", note)]
     overlap, seconds = one.seconds["overlapped"], one.seconds
     parts = [
         Share("compute", max(0.0, seconds["compute"] - overlap), True, "without communication beside it"),
@@ -62,7 +66,6 @@ def _profile(one: Profile, number: int) -> list[Panel]:
         Share("communication", max(0.0, seconds["communication"] - overlap), note="exposed"),
         Share("idle", seconds["idle"], note="neither"),
     ]
-    note = f"{_sentence(one.text)} The trace for Perfetto and TensorBoard is {one.path}."
     panels: list[Panel] = [Shares(id, f"Device time: {who}", "s", parts, note)]
     whole = seconds["whole"]
     if one.kernels:

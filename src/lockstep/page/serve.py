@@ -38,7 +38,6 @@ SHARE_OF_BUILDING = 0.2
 """Of one core, for a page that takes long to build: the run it shows may need it."""
 SECONDS_OF_SILENCE = 30.0
 """A connection on which nothing comes for so long is closed."""
-OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 Build = Callable[[], Page]
 
@@ -118,13 +117,13 @@ class Board(ThreadingHTTPServer):
     request_queue_size = 128  # with five, a few browsers at once wait for a second
 
     def __init__(self, build: Build, host: str, port: int) -> None:
-        self.address_family, address, self.is_loopback = _look_up(host)
+        self.address_family, self.address, self.is_loopback = _look_up(host)
+        self.own_names = {"localhost", "127.0.0.1", "[::1]", _in_url(self.address), _in_url(host)}
         self.page = LivePage(build)
         self.token = "" if self.is_loopback else secrets.token_urlsafe(24)
-        super().__init__((address, port), _Handler)
+        super().__init__((self.address, port), _Handler)
         self.port = int(self.server_address[1])
-        is_any = ipaddress.ip_address(address).is_unspecified
-        name = socket.gethostname() if is_any else f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if ipaddress.ip_address(self.address).is_unspecified else _in_url(host)
         self.url = f"http://{name}:{self.port}/{self.token}{'/' if self.token else ''}"
 
     def server_bind(self) -> None:
@@ -180,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         board = self.server
-        if board.is_loopback and not _is_own_name(self.headers.get_all("Host") or []):
+        if board.is_loopback and not self._is_for_this_host():
             return self._refuse(HTTPStatus.FORBIDDEN)
         path = self.path.split("?", 1)[0]
         if board.token:
@@ -199,6 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # the log may have been deleted; the next request may do better
             return self._say(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page cannot be made: {error}")
         return self._send_data(shown)
+
+    def _is_for_this_host(self) -> bool:
+        hosts = self.headers.get_all("Host") or []
+        return len(hosts) == 1 and re.sub(r":\d*$", "", hosts[0].strip().lower()) in self.server.own_names
 
     def _send_page(self, shown: Shown) -> None:
         html = page_html(shown.page, data_url=DATA)
@@ -275,5 +278,5 @@ def _look_up(host: str) -> tuple[socket.AddressFamily, str, bool]:
     return family, str(address), ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
 
 
-def _is_own_name(hosts: Sequence[str]) -> bool:
-    return len(hosts) == 1 and re.sub(r":\d*$", "", hosts[0].strip().lower()) in OWN_NAMES
+def _in_url(host: str) -> str:
+    return f"[{host}]".lower() if ":" in host else host.lower()

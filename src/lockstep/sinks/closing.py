@@ -39,25 +39,32 @@ LEAST_SHARE = 0.005
 """Of the time: what is less is not named."""
 
 
-def show_closing(folder: Path, terminal: Terminal, reader: RunReader | None = None) -> None:
-    """Print the table of a run, from its events; one that never began has none. `reader` may have read some of them."""
+def show_closing(folder: Path, terminal: Terminal, reader: RunReader | None = None, *, has_report: bool = True) -> None:
+    """Print the table of a run, from its events; one that never began has none, nor one whose log is very long.
+
+    `reader` may have read some of the events. Without a report of this end, one of an earlier end is not named.
+    """
     from lockstep.page.reading import RunReader
+    from lockstep.page.report import is_long
 
     if not (folder / EVENTS).exists():
         return
     try:
+        if is_long(folder):
+            return
         reader = reader or RunReader(folder)
         reader.read()
-        print_closing(reader.summary(time.time()), folder, terminal)
+        print_closing(reader.summary(time.time()), folder, terminal, has_report=has_report)
     except Exception as error:  # the training is done and saved: whatever is wrong here, it is not that
         terminal.print(f"no summary of the run ({type(error).__name__}: {error})", soft_wrap=True, markup=False)
 
 
-def print_closing(summary: Summary, folder: Path, terminal: Terminal) -> None:
+def print_closing(summary: Summary, folder: Path, terminal: Terminal, *, has_report: bool = True) -> None:
     """Print the table under what is there."""
     report = folder / REPORT
     if summary.attempts:
-        table = closing_table(summary, report if report.exists() else None, min(terminal.width, WIDEST))
+        named = report if has_report and report.exists() else None
+        table = closing_table(summary, named, min(terminal.width, WIDEST))
         terminal.print("", *table, sep="\n", soft_wrap=True)
 
 
