@@ -108,6 +108,18 @@ def test_where_the_cores_are_busy_more_workers_are_not_the_answer() -> None:
     assert "the cores of node1 are 97 % busy, so prepare its data beforehand" in first(slow).text
 
 
+def test_cores_that_the_run_itself_keeps_busy_are_busy_however_many_others_the_host_has() -> None:
+    """8 of 128 cores, all of them at work: 6 % of the host."""
+    few = [HostSummary("node1", 8, 0.06, 4)]
+    late = [replace(rank, threads=2, workers=0) for rank in ranks_but(2, input=0.2)]
+    slow = healthy(ranks=late, stragglers=[a_straggler(2, "input", 0.2, 0.004)], hosts=few)
+    assert "the cores of node1 are 100 % busy, so prepare its data beforehand" in first(slow).text
+    starved = healthy(ranks=all_ranks(input=0.104, threads=2, workers=0), hosts=few)
+    assert "the cores are 100 % busy, so prepare the data beforehand" in first(starved).text
+    idle = [replace(rank, cores=1.0) for rank in starved.ranks]
+    assert "use more data.workers" in first(replace(starved, ranks=idle)).text
+
+
 def test_slow_compute_of_one_rank_names_rank_and_host() -> None:
     slow = healthy(ranks=ranks_but(1, compute=0.56), stragglers=[a_straggler(1, "compute", 0.596, 0.356)])
     advice = first(slow)

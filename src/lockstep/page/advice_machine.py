@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 from lockstep.amounts import bytes_text, percent
-from lockstep.page.advice_steps import is_certain, layout_of, step_of
+from lockstep.page.advice_steps import busy_of, is_certain, layout_of, step_of
 from lockstep.page.panels import Advice
 from lockstep.page.summary import GpuSummary, Summary
 
@@ -65,8 +65,7 @@ def too_many_threads(summary: Summary) -> Found | None:
         threads = [rank.threads for rank in ranks if rank.threads is not None]
         if not threads or host.cores < 1:
             continue
-        # All of the host's cores may be busy with others, or those that the run may use with its ranks.
-        busy = min(1.0, max(host.cpu or 0.0, sum(rank.cores or 0.0 for rank in ranks) / host.cores))
+        busy = busy_of(host, ranks)
         if busy < BUSY_HOST:
             continue
         workers = sum(rank.workers or 0 for rank in ranks)
