@@ -229,6 +229,24 @@ def test_cost_in_device_hours_and_energy(tmp_path: Path) -> None:
     assert found.kwh_reason == ""
 
 
+def test_ranks_that_share_a_gpu_cost_one(tmp_path: Path) -> None:
+    """4 ranks on one GPU for 34.4 s. Of ranks of which nobody tells where they are, each has its own."""
+
+    def told(users: list[int]) -> Callable[[list[Event]], list[Event]]:
+        def change(events: list[Event]) -> list[Event]:
+            for event in events:
+                if event["kind"] == "machine":
+                    event["hosts"][0]["gpus"][0]["ranks"] = users
+            return events
+
+        return change
+
+    made = replace(PLAIN, gpus=1)
+    assert changed(tmp_path, made, told([0, 1, 2, 3])).device_hours == pytest.approx(34.4 / 3600)
+    assert changed(tmp_path, made, told([0, 1])).device_hours == pytest.approx(3 * 34.4 / 3600)
+    assert changed(tmp_path, made, told([])).device_hours == pytest.approx(4 * 34.4 / 3600)
+
+
 def test_energy_of_attempts_adds_up(tmp_path: Path) -> None:
     found = summary_of(tmp_path, replace(RESTARTED, validate_every=None, stall=0.0))
     assert found.kwh == pytest.approx(100 * ((10 + 6.0) + (10 + 15.0)) / 3.6e6, rel=1e-4)
@@ -253,6 +271,29 @@ def test_energy_says_whom_it_leaves_out(tmp_path: Path) -> None:
     found = changed(tmp_path, replace(PLAIN, hosts=2), without_node2)
     assert found.kwh is not None
     assert found.kwh_reason == "without node2, whose power nobody measures"
+
+
+def without_watts_of(*hosts: str) -> Callable[[list[Event]], list[Event]]:
+    """The counters of these hosts' CPUs may be read by root alone: `joules` are those of their GPUs."""
+
+    def change(events: list[Event]) -> list[Event]:
+        for event in events:
+            for host in event.get("hosts", ()) if event["kind"] == "machine" else ():
+                host["watts"] = None if host["host"] in hosts else host["watts"]
+        return events
+
+    return change
+
+
+def test_energy_of_gpus_alone_is_told_as_such(tmp_path: Path) -> None:
+    made = replace(PLAIN, hosts=2, gpus=2)
+    both = changed(tmp_path, made, without_watts_of())
+    assert (both.kwh_without_cpus, both.kwh_reason) == (False, "")
+    none = changed(tmp_path, made, without_watts_of("node1", "node2"))
+    assert none.kwh == both.kwh
+    assert (none.kwh_without_cpus, none.kwh_reason) == (True, "")
+    one = changed(tmp_path, made, without_watts_of("node2"))
+    assert (one.kwh_without_cpus, one.kwh_reason) == (False, "without the CPUs of node2, whose power nobody measures")
 
 
 def test_losses(tmp_path: Path) -> None:

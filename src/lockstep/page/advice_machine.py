@@ -7,7 +7,7 @@ from statistics import mean
 from lockstep.amounts import bytes_text, percent
 from lockstep.page.advice_steps import busy_of, is_certain, layout_of, step_of
 from lockstep.page.panels import Advice
-from lockstep.page.summary import GpuSummary, Summary
+from lockstep.page.summary import GpuSummary, Summary, fullest_rank
 
 Found = tuple[float, Advice]
 
@@ -141,19 +141,17 @@ def small_micro_batch(summary: Summary) -> Found | None:
 
 def nearly_full(summary: Summary) -> Found | None:
     """One longer batch, and a GPU runs out of memory: that would cost a restart, and the work since the last save."""
-    totals = {rank: gpu.memory_total for gpu in summary.gpus for rank in gpu.ranks if gpu.memory_total}
-    filled = [(rank.memory / totals[rank.rank], rank) for rank in summary.ranks if rank.rank in totals]
-    if not filled:
+    fullest = fullest_rank(summary)
+    if fullest is None:
         return None
-    share, rank = max(filled, key=lambda one: one[0])
+    rank, total = fullest
+    share = rank.memory / total
     if share < NEARLY_FULL:
         return None
     text = (
         f"The GPU of rank {rank.rank} ({rank.host}) is nearly full, and one longer batch may be too much: use a "
         "smaller micro_batch, recompute = true, or more shards (fsdp)."
     )
-    total = totals[rank.rank]
-    assert total is not None
     evidence = f"Its tensors held {bytes_text(rank.memory)} of {bytes_text(total)}, {percent(share)}."
     spent = summary.spent
     one_failure = spent.starting / max(1, len(summary.attempts)) + spent.steps / (summary.checkpoints + 1)
