@@ -316,6 +316,12 @@ def test_a_long_run_is_thinned_without_losing_its_peak(tmp_path: Path) -> None:
     assert len(panel(page, "rank_heat").at) == made_events
 
 
+def test_a_curve_of_many_validations_or_own_metrics_has_no_more_points_than_others(tmp_path: Path) -> None:
+    page = page_of(tmp_path, replace(PLAIN, steps=1_500, validate_every=1, save_every=None, metrics=True))
+    for id in ("loss", "score_0", "metric_0"):
+        assert all(len(curve.x) <= 800 for curve in panel(page, id).curves)
+
+
 def test_a_stop_that_only_follows_a_failure_elsewhere_is_no_error_of_its_own() -> None:
     moments = Moments()
     moments.add(5.0, 1, 20, "info", "checkpoint", "saved")
