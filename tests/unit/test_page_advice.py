@@ -70,7 +70,12 @@ def test_several_unused_gpus_are_named_host_by_host() -> None:
 
 def test_gpus_beside_a_training_on_cpus_are_unused_too() -> None:
     gpus = [a_gpu(0, busy=0.0, memory=0, ranks=())]
-    assert first(healthy(gpus=gpus, device="cpu")).text.endswith("is used by nobody: leave --device cpu out.")
+    advice = first(healthy(gpus=gpus, device="cpu"))
+    assert advice.text == (
+        "GPU 0 of node1 (NVIDIA H200) is used by nobody: leave --device cpu out; where nobody said it, torch does not "
+        "see it (CUDA_VISIBLE_DEVICES, or a build for CPUs)."
+    )
+    assert advice.evidence == "The run has 4 ranks on CPUs, and none on the 1 idle GPU of its node."
 
 
 @pytest.mark.parametrize("changes", [{"busy": 0.8}, {"memory": 60 * GB}, {"busy": None, "memory": None}])

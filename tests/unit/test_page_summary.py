@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.events import Event
 from lockstep.page.advice import advise
+from lockstep.page.headline import headline
 from lockstep.page.panels import State
 from lockstep.page.reading import RunReader
 from lockstep.page.summary import Compared, Summary
@@ -294,6 +295,31 @@ def test_energy_of_gpus_alone_is_told_as_such(tmp_path: Path) -> None:
     assert (none.kwh_without_cpus, none.kwh_reason) == (True, "")
     one = changed(tmp_path, made, without_watts_of("node2"))
     assert (one.kwh_without_cpus, one.kwh_reason) == (False, "without the CPUs of node2, whose power nobody measures")
+
+
+def test_gpus_beside_a_run_on_cpus_are_idle_and_no_part_of_its_numbers(tmp_path: Path) -> None:
+    """4 processes for 34.4 s. Where nobody measures the CPUs, what two idle GPUs used up is not the run's energy."""
+
+    def on_cpus(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "start":
+                event["device"] = "cpu"
+            for host in event["hosts"] if event["kind"] == "machine" else ():
+                for gpu in host["gpus"]:
+                    gpu.update(ranks=[], busy=0.0, memory=0)
+        return events
+
+    made = replace(PLAIN, gpus=2)
+    found = changed(tmp_path, made, on_cpus)
+    told = headline(found)
+    assert told.subtitle.startswith("4 CPU processes of 1 node")
+    facts = {fact.label: f"{fact.value}; {fact.note}" for fact in told.facts}
+    assert [label for label, text in facts.items() if "GPU" in text] == ["Energy"], "which the whole node used up"
+    assert facts["Cost"].startswith("2.29 process-minutes")
+    assert found.mfu == summary_of(tmp_path, replace(PLAIN, gpus=0)).mfu
+    assert "leave --device cpu out" in advise(found)[0].text
+    unread = changed(tmp_path, made, lambda events: without_watts_of("node1")(on_cpus(events)))
+    assert (unread.kwh, unread.kwh_reason) == (None, "nobody measures the power of these hosts")
 
 
 def test_losses(tmp_path: Path) -> None:

@@ -40,17 +40,20 @@ def unused_gpus(summary: Summary) -> Found | None:
     if len(hosts) > MOST_HOSTS_NAMED:
         who += f" and those of {len(hosts) - MOST_HOSTS_NAMED} more hosts"
     is_one = len(idle) == 1
-    on_first = sum(gpu.host == hosts[0] for gpu in [*idle, *ours])
-    if summary.device == "cpu":
-        fix = "leave --device cpu out"
-    else:
-        fix = f"start a rank on {'it' if is_one else 'each'} (--nproc {on_first}), or ask for fewer GPUs"
-    text = f"{who} ({idle[0].name}) {'is' if is_one else 'are'} used by nobody: {fix}."
     share = len(idle) / len([*idle, *ours])
-    evidence = (
-        f"{len(idle)} of the {len(idle) + len(ours)} GPUs {'has' if is_one else 'have'} no rank: {percent(share)} of "
-        f"what the node{'s' if summary.nodes > 1 else ''} of this run cost{'s' if summary.nodes == 1 else ''}."
-    )
+    if summary.device == "cpu":
+        seen = f"torch does not see {'it' if is_one else 'them'} (CUDA_VISIBLE_DEVICES, or a build for CPUs)"
+        fix = f"leave --device cpu out; where nobody said it, {seen}"
+        ranks, gpus = _count(summary.world_size, "rank"), _count(len(idle), "idle GPU")
+        evidence = f"The run has {ranks} on CPUs, and none on the {gpus} of its node{'s' if summary.nodes > 1 else ''}."
+    else:
+        on_first = sum(gpu.host == hosts[0] for gpu in [*idle, *ours])
+        fix = f"start a rank on {'it' if is_one else 'each'} (--nproc {on_first}), or ask for fewer GPUs"
+        evidence = (
+            f"{len(idle)} of the {len(idle) + len(ours)} GPUs {'has' if is_one else 'have'} no rank: {percent(share)} "
+            f"of what the node{'s' if summary.nodes > 1 else ''} of this run cost{'s' if summary.nodes == 1 else ''}."
+        )
+    text = f"{who} ({idle[0].name}) {'is' if is_one else 'are'} used by nobody: {fix}."
     return share * (summary.spent.whole - summary.spent.stopped), Advice(text, evidence, "machine")
 
 
@@ -167,6 +170,10 @@ def _is_nobodys(gpu: GpuSummary) -> bool:
 
 def _indices(host: str, indices: list[int]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))} of {host}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _range(counts: list[int]) -> str:
