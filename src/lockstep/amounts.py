@@ -49,7 +49,7 @@ def duration_text(seconds: float) -> str:
 def count_text(count: float) -> str:
     """A large number for people: 812, 48.6 k, 7.24 M, 1.2 P."""
     for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= ROUNDED_UP * unit:
+        if abs(count) >= ROUNDED_UP * unit:
             return f"{count / unit:.3g} {name}"
     return f"{count:.3g}"
 

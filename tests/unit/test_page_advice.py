@@ -70,7 +70,12 @@ def test_several_unused_gpus_are_named_host_by_host() -> None:
 
 def test_gpus_beside_a_training_on_cpus_are_unused_too() -> None:
     gpus = [a_gpu(0, busy=0.0, memory=0, ranks=())]
-    assert first(healthy(gpus=gpus, device="cpu")).text.endswith("is used by nobody: leave --device cpu out.")
+    advice = first(healthy(gpus=gpus, device="cpu"))
+    assert advice.text == (
+        "GPU 0 of node1 (NVIDIA H200) is used by nobody: leave --device cpu out; where nobody said it, torch does not "
+        "see it (CUDA_VISIBLE_DEVICES, or a build for CPUs)."
+    )
+    assert advice.evidence == "The run has 4 ranks on CPUs, and none on the 1 idle GPU of its node."
 
 
 @pytest.mark.parametrize("changes", [{"busy": 0.8}, {"memory": 60 * GB}, {"busy": None, "memory": None}])
@@ -106,6 +111,18 @@ def test_where_the_cores_are_busy_more_workers_are_not_the_answer() -> None:
         hosts=[HostSummary("node1", 64, 0.97, 4)],
     )
     assert "the cores of node1 are 97 % busy, so prepare its data beforehand" in first(slow).text
+
+
+def test_cores_that_the_run_itself_keeps_busy_are_busy_however_many_others_the_host_has() -> None:
+    """8 of 128 cores, all of them at work: 6 % of the host."""
+    few = [HostSummary("node1", 8, 0.06, 4)]
+    late = [replace(rank, threads=2, workers=0) for rank in ranks_but(2, input=0.2)]
+    slow = healthy(ranks=late, stragglers=[a_straggler(2, "input", 0.2, 0.004)], hosts=few)
+    assert "the cores of node1 are 100 % busy, so prepare its data beforehand" in first(slow).text
+    starved = healthy(ranks=all_ranks(input=0.104, threads=2, workers=0), hosts=few)
+    assert "the cores are 100 % busy, so prepare the data beforehand" in first(starved).text
+    idle = [replace(rank, cores=1.0) for rank in starved.ranks]
+    assert "use more data.workers" in first(replace(starved, ranks=idle)).text
 
 
 def test_slow_compute_of_one_rank_names_rank_and_host() -> None:

@@ -14,7 +14,7 @@ from lockstep.page.comparison import compare_runs
 from lockstep.page.headline import UNKNOWN, headline, seconds_left
 from lockstep.page.panels import Fact
 from lockstep.page.summary import Compared, Summary, TimeSpent
-from tests.summaries import GB, SPENT, a_gpu, an_attempt, healthy
+from tests.summaries import GB, SPENT, a_gpu, a_rank, an_attempt, healthy
 
 
 def fact(label: str, **changes: Any) -> Fact:
@@ -34,6 +34,8 @@ def test_what_ran_where() -> None:
     assert cpus.subtitle == "1 CPU process of 2 nodes, layout single, 812 k parameters, fp32"
     shared = headline(healthy(gpus=[a_gpu(0, ranks=(0, 1, 2, 3))]))
     assert shared.subtitle.startswith("4 ranks that share 1 GPU (NVIDIA H200) of 1 node")
+    partly_told = headline(healthy(gpus=[a_gpu(0), a_gpu(1)]))
+    assert partly_told.subtitle.startswith("4 GPUs (NVIDIA H200)"), "one host said nothing"
 
 
 # ---- The verdict
@@ -94,7 +96,7 @@ def test_goodput_is_steps_that_were_kept_over_all_time() -> None:
     ("label", "changes"),
     [
         ("Goodput", {"spent": replace(SPENT, other=-100)}),
-        ("Memory", {"memory": 160 * GB}),
+        ("Memory", {"memory": 160 * GB, "ranks": [a_rank(0, memory=160 * GB)]}),
     ],
 )
 def test_more_than_a_hundred_per_cent_is_an_error(label: str, changes: dict[str, Any]) -> None:
@@ -152,6 +154,8 @@ def test_time_cost_and_energy() -> None:
     assert "1 GPU of the nodes that no rank uses is not in it" in unused.note
     assert fact("Energy").value == "0.3 kWh"
     assert fact("Energy").note.endswith("without the rest of the nodes and their cooling; without node2")
+    assert fact("Energy").note.startswith("CPUs and GPUs, as they count it themselves; ")
+    assert fact("Energy", kwh_without_cpus=True).note.startswith("GPUs alone, as they count it themselves; ")
     assert fact("Energy", kwh=None, kwh_reason="") == Fact("Energy", UNKNOWN, "nobody measured it")
 
 
@@ -189,6 +193,17 @@ def test_predicted_against_measured() -> None:
     assert fact("Predicted memory", predicted_memory=None).value == UNKNOWN
     assert fact("Memory").note == "GPU memory, of the rank that held most: 53 % of 150 GB"
     assert fact("Memory", memory=None).value == UNKNOWN
+
+
+def test_memory_is_a_share_of_the_gpu_that_held_it_and_not_of_one_of_another_attempt() -> None:
+    """120 GB on an H200; then the job went on with 70 GB on an A100 of 80 GB."""
+    smaller = [a_gpu(index, memory_total=80 * GB) for index in range(4)]
+    found = fact("Memory", memory=120 * GB, gpus=smaller, ranks=[a_rank(rank, memory=70 * GB) for rank in range(4)])
+    assert (found.value, found.level) == ("120 GB", "info")
+    assert found.note == ("GPU memory, of the rank that held most; the fullest GPU of the last attempt: 88 % of 80 GB")
+    mixed = [a_gpu(0), a_gpu(1, memory_total=80 * GB)]
+    both = [a_rank(0, memory=120 * GB), a_rank(1, memory=70 * GB)]
+    assert "more than" not in fact("Memory", memory=120 * GB, gpus=mixed, ranks=both).note
 
 
 def test_a_reader_finds_every_number_at_its_place_also_in_a_run_that_has_just_begun() -> None:

@@ -178,6 +178,7 @@ def test_values_are_written_with_their_unit() -> None:
     ]
     assert texts == ["0 s", "250 ms", "1.5 GB", "2 MB/s", "93 %", "312 W"]
     assert [value_text(4.1e14, "flop/s"), value_text(182_000.0, "/s")] == ["410 Tflop/s", "182 k/s"]
+    assert [value_text(-2500.0, "W"), value_text(42.0, "/s"), value_text(0.0, "W")] == ["-2.5 kW", "42/s", "0 W"]
     assert [value_text(None, "s"), value_text(NAN, "B"), value_text(1234.0, "items")] == ["-", "-", "1,234"]
 
 

@@ -15,6 +15,7 @@ from lockstep.page import reading
 from lockstep.page.build import build_page
 from lockstep.page.panels import RunPage, as_json
 from lockstep.page.reading import RunReader
+from lockstep.page.summary import Summary
 from tests.runs import BEGIN, Made, run_events, write_run
 
 LATER = BEGIN + 1e5
@@ -262,3 +263,16 @@ def test_several_runs_come_with_their_comparison(tmp_path: Path) -> None:
     assert page.title == "one and two"
     assert build_page(folders[:1], live=True).live
     assert build_page(folders[:1]).comparison == []
+
+
+def test_a_run_of_a_comparison_is_summed_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = []
+
+    def summary(reader: RunReader, now: float) -> Summary:
+        summed.append(reader)
+        return summarized(reader, now)
+
+    summarized = RunReader.summary
+    monkeypatch.setattr(RunReader, "summary", summary)
+    build_page([write_run(tmp_path / name, Made(steps=5, name=name)) for name in ("one", "two")])
+    assert len(summed) == len(set(summed)) == 2

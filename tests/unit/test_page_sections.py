@@ -206,6 +206,22 @@ def test_unused_gpus_are_shown_by_name(tmp_path: Path) -> None:
     assert [curve.name for curve in panel(page, "rank_cores").curves] == ["rank 0", "rank 1"]
 
 
+def test_a_gpu_that_an_earlier_attempt_used_is_not_called_unused(tmp_path: Path) -> None:
+    """The job was requeued: attempt 1 ran on node1, attempt 2 on another node."""
+    folder = write_run(tmp_path, replace(PLAIN, ranks=1, gpus=2, fails_after=(60,)))
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    moved = [line.replace("node1", "node2") if '"attempt": 2' in line else line for line in lines]
+    (folder / "events.jsonl").write_text("".join(moved))
+    reader = RunReader(folder)
+    reader.read()
+    assert [curve.name for curve in panel(reader.page(LATER), "gpu_busy").curves] == [
+        "node1 GPU 0 (rank 0)",
+        "node1 GPU 1 (no rank)",
+        "node2 GPU 0 (rank 0)",
+        "node2 GPU 1 (no rank)",
+    ]
+
+
 def test_checkpoints_are_a_table_and_curves(tmp_path: Path) -> None:
     page = page_of(tmp_path, PLAIN)
     assert panel(page, "checkpoint_table").rows[0] == [
@@ -298,6 +314,12 @@ def test_a_long_run_is_thinned_without_losing_its_peak(tmp_path: Path) -> None:
     assert len(json.dumps(as_json(page))) < 400_000
     made_events = sum(1 for event in run_events(made) if event["kind"] == "ranks")
     assert len(panel(page, "rank_heat").at) == made_events
+
+
+def test_a_curve_of_many_validations_or_own_metrics_has_no_more_points_than_others(tmp_path: Path) -> None:
+    page = page_of(tmp_path, replace(PLAIN, steps=1_500, validate_every=1, save_every=None, metrics=True))
+    for id in ("loss", "score_0", "metric_0"):
+        assert all(len(curve.x) <= 800 for curve in panel(page, id).curves)
 
 
 def test_a_stop_that_only_follows_a_failure_elsewhere_is_no_error_of_its_own() -> None:

@@ -12,7 +12,7 @@ from lockstep.page.steps import FIELDS, Steps, pack
 
 
 def test_few_points_are_shown_as_they_are() -> None:
-    series = Series(4)
+    series = Series(8)
     for step in range(1, 9):
         series.add(step, step / 2)
     curve = series.curve("loss")
@@ -22,7 +22,7 @@ def test_few_points_are_shown_as_they_are() -> None:
 
 
 def test_many_points_merge_in_pairs_and_keep_mean_lowest_and_highest() -> None:
-    series = Series(4)
+    series = Series(8)
     for step in range(1, 10):
         series.add(step, {3: 100.0, 6: -100.0}.get(step, 1.0))
     curve = series.curve("loss")
@@ -34,7 +34,7 @@ def test_many_points_merge_in_pairs_and_keep_mean_lowest_and_highest() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 1000, 12_345])
 def test_a_series_is_bounded_and_loses_no_extreme(count: int) -> None:
-    series = Series(50)
+    series = Series(100)
     for step in range(1, count + 1):
         series.add(step, 1e6 if step == count // 2 + 1 else math.sin(step))
     curve = series.curve("loss")
@@ -54,7 +54,7 @@ def test_a_step_that_comes_again_replaces_what_came_after_it() -> None:
 
 
 def test_what_is_not_finite_is_counted_and_in_no_mean() -> None:
-    series = Series(2)
+    series = Series(4)
     for step, value in enumerate([1.0, math.nan, 3.0, math.inf, math.nan, math.nan], start=1):
         series.add(step, value)
     assert series.not_finite == 4

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.events import Event
 from lockstep.page.advice import advise
+from lockstep.page.headline import headline
 from lockstep.page.panels import State
 from lockstep.page.reading import RunReader
 from lockstep.page.summary import Compared, Summary
@@ -229,6 +230,24 @@ def test_cost_in_device_hours_and_energy(tmp_path: Path) -> None:
     assert found.kwh_reason == ""
 
 
+def test_ranks_that_share_a_gpu_cost_one(tmp_path: Path) -> None:
+    """4 ranks on one GPU for 34.4 s. Of ranks of which nobody tells where they are, each has its own."""
+
+    def told(users: list[int]) -> Callable[[list[Event]], list[Event]]:
+        def change(events: list[Event]) -> list[Event]:
+            for event in events:
+                if event["kind"] == "machine":
+                    event["hosts"][0]["gpus"][0]["ranks"] = users
+            return events
+
+        return change
+
+    made = replace(PLAIN, gpus=1)
+    assert changed(tmp_path, made, told([0, 1, 2, 3])).device_hours == pytest.approx(34.4 / 3600)
+    assert changed(tmp_path, made, told([0, 1])).device_hours == pytest.approx(3 * 34.4 / 3600)
+    assert changed(tmp_path, made, told([])).device_hours == pytest.approx(4 * 34.4 / 3600)
+
+
 def test_energy_of_attempts_adds_up(tmp_path: Path) -> None:
     found = summary_of(tmp_path, replace(RESTARTED, validate_every=None, stall=0.0))
     assert found.kwh == pytest.approx(100 * ((10 + 6.0) + (10 + 15.0)) / 3.6e6, rel=1e-4)
@@ -253,6 +272,54 @@ def test_energy_says_whom_it_leaves_out(tmp_path: Path) -> None:
     found = changed(tmp_path, replace(PLAIN, hosts=2), without_node2)
     assert found.kwh is not None
     assert found.kwh_reason == "without node2, whose power nobody measures"
+
+
+def without_watts_of(*hosts: str) -> Callable[[list[Event]], list[Event]]:
+    """The counters of these hosts' CPUs may be read by root alone: `joules` are those of their GPUs."""
+
+    def change(events: list[Event]) -> list[Event]:
+        for event in events:
+            for host in event.get("hosts", ()) if event["kind"] == "machine" else ():
+                host["watts"] = None if host["host"] in hosts else host["watts"]
+        return events
+
+    return change
+
+
+def test_energy_of_gpus_alone_is_told_as_such(tmp_path: Path) -> None:
+    made = replace(PLAIN, hosts=2, gpus=2)
+    both = changed(tmp_path, made, without_watts_of())
+    assert (both.kwh_without_cpus, both.kwh_reason) == (False, "")
+    none = changed(tmp_path, made, without_watts_of("node1", "node2"))
+    assert none.kwh == both.kwh
+    assert (none.kwh_without_cpus, none.kwh_reason) == (True, "")
+    one = changed(tmp_path, made, without_watts_of("node2"))
+    assert (one.kwh_without_cpus, one.kwh_reason) == (False, "without the CPUs of node2, whose power nobody measures")
+
+
+def test_gpus_beside_a_run_on_cpus_are_idle_and_no_part_of_its_numbers(tmp_path: Path) -> None:
+    """4 processes for 34.4 s. Where nobody measures the CPUs, what two idle GPUs used up is not the run's energy."""
+
+    def on_cpus(events: list[Event]) -> list[Event]:
+        for event in events:
+            if event["kind"] == "start":
+                event["device"] = "cpu"
+            for host in event["hosts"] if event["kind"] == "machine" else ():
+                for gpu in host["gpus"]:
+                    gpu.update(ranks=[], busy=0.0, memory=0)
+        return events
+
+    made = replace(PLAIN, gpus=2)
+    found = changed(tmp_path, made, on_cpus)
+    told = headline(found)
+    assert told.subtitle.startswith("4 CPU processes of 1 node")
+    facts = {fact.label: f"{fact.value}; {fact.note}" for fact in told.facts}
+    assert [label for label, text in facts.items() if "GPU" in text] == ["Energy"], "which the whole node used up"
+    assert facts["Cost"].startswith("2.29 process-minutes")
+    assert found.mfu == summary_of(tmp_path, replace(PLAIN, gpus=0)).mfu
+    assert "leave --device cpu out" in advise(found)[0].text
+    unread = changed(tmp_path, made, lambda events: without_watts_of("node1")(on_cpus(events)))
+    assert (unread.kwh, unread.kwh_reason) == (None, "nobody measures the power of these hosts")
 
 
 def test_losses(tmp_path: Path) -> None:

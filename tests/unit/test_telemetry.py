@@ -20,7 +20,7 @@ import torch
 from lockstep.events import validate
 from lockstep.runtime.place import place_of
 from lockstep.runtime.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
-from lockstep.runtime.telemetry import HostSampler, Telemetry, machine_event, processor_seconds
+from lockstep.runtime.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds
 
 GB = 10**9
 
@@ -391,15 +391,63 @@ def test_a_rank_that_burns_a_core_shows_it() -> None:
     host = told[0]["host"]
     assert host["cpu"] * psutil.cpu_count() >= 0.6 * share
     assert host["memory_total"] == pytest.approx(psutil.virtual_memory().total, rel=0.01)
-    assert host["gpus"] == []
 
 
-def test_the_driver_is_asked_only_where_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: pytest.fail("on CPUs"))
+def test_a_run_on_cpus_asks_the_driver_too_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, asked = PlantedDriver(), []
+
+    def nvml() -> PlantedDriver:
+        asked.append(threading.current_thread())
+        return driver
+
+    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: True)
+    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", nvml)
+    ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
+    assert asked == [threading.main_thread()], "once on a node, and not in a thread"
+    ranks[0].start()
+    told = wait_for_a_look(ranks[0])
+    ranks[0].close()
+    assert not driver.is_open
+    (host,) = machine_event([told, ranks[1].take()], ["a", "a"])["hosts"]
+    assert [(gpu["name"], gpu["ranks"]) for gpu in host["gpus"]] == [("New GPU", []), ("Old GPU", [])]
+
+
+def test_without_a_driver_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: False)
+    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: pytest.fail("nobody is there to ask"))
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
     telemetry.start()
+    told = wait_for_a_look(telemetry)
     telemetry.close()
-    assert telemetry.take()["host"]["gpus"] == []
+    assert told["host"]["gpus"] == []
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, AttributeError])
+def test_a_library_of_the_driver_that_is_broken_is_no_library(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise error("a library that nobody has heard of")
+
+    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: True)
+    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: SimpleNamespace(nvmlInit=broken))
+    telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
+    telemetry.start()
+    told = wait_for_a_look(telemetry)
+    telemetry.close()
+    assert told["host"]["gpus"] == []
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr("builtins.__import__", broken)
+    assert _nvml() is None
+
+
+def wait_for_a_look(telemetry: Telemetry) -> dict[str, Any]:
+    """What is told as soon as the thread has looked at the host."""
+    deadline = time.monotonic() + 5
+    while (told := telemetry.take())["host"] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return told
 
 
 def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class Gpu(Facts):
 
 def gpus_here(root: Path) -> tuple[list[Gpu], dict[str, str], dict[str, str], str]:
     """The GPUs, how they reach each other, the driver's version, and what the driver says where it cannot tell."""
-    if not (root / "dev/nvidiactl").exists():
+    if not has_driver(root):
         return [], {}, {}, ""
     try:
         import pynvml
@@ -56,6 +56,11 @@ def gpus_here(root: Path) -> tuple[list[Gpu], dict[str, str], dict[str, str], st
         return [], {}, {}, str(error)
     finally:
         pynvml.nvmlShutdown()
+
+
+def has_driver(root: Path) -> bool:
+    """Whether NVIDIA's driver is loaded: to ask this costs nothing."""
+    return (root / "dev/nvidiactl").exists()
 
 
 def handles_of(nvml: Any) -> tuple[dict[int, Any], list[str]]:

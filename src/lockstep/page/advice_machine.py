@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import mean
 
 from lockstep.amounts import bytes_text, percent
-from lockstep.page.advice_steps import is_certain, layout_of, step_of
+from lockstep.page.advice_steps import busy_of, is_certain, layout_of, step_of
 from lockstep.page.panels import Advice
-from lockstep.page.summary import GpuSummary, Summary
+from lockstep.page.summary import GpuSummary, Summary, fullest_rank
 
 Found = tuple[float, Advice]
 
@@ -40,17 +40,20 @@ def unused_gpus(summary: Summary) -> Found | None:
     if len(hosts) > MOST_HOSTS_NAMED:
         who += f" and those of {len(hosts) - MOST_HOSTS_NAMED} more hosts"
     is_one = len(idle) == 1
-    on_first = sum(gpu.host == hosts[0] for gpu in [*idle, *ours])
-    if summary.device == "cpu":
-        fix = "leave --device cpu out"
-    else:
-        fix = f"start a rank on {'it' if is_one else 'each'} (--nproc {on_first}), or ask for fewer GPUs"
-    text = f"{who} ({idle[0].name}) {'is' if is_one else 'are'} used by nobody: {fix}."
     share = len(idle) / len([*idle, *ours])
-    evidence = (
-        f"{len(idle)} of the {len(idle) + len(ours)} GPUs {'has' if is_one else 'have'} no rank: {percent(share)} of "
-        f"what the node{'s' if summary.nodes > 1 else ''} of this run cost{'s' if summary.nodes == 1 else ''}."
-    )
+    if summary.device == "cpu":
+        seen = f"torch does not see {'it' if is_one else 'them'} (CUDA_VISIBLE_DEVICES, or a build for CPUs)"
+        fix = f"leave --device cpu out; where nobody said it, {seen}"
+        ranks, gpus = _count(summary.world_size, "rank"), _count(len(idle), "idle GPU")
+        evidence = f"The run has {ranks} on CPUs, and none on the {gpus} of its node{'s' if summary.nodes > 1 else ''}."
+    else:
+        on_first = sum(gpu.host == hosts[0] for gpu in [*idle, *ours])
+        fix = f"start a rank on {'it' if is_one else 'each'} (--nproc {on_first}), or ask for fewer GPUs"
+        evidence = (
+            f"{len(idle)} of the {len(idle) + len(ours)} GPUs {'has' if is_one else 'have'} no rank: {percent(share)} "
+            f"of what the node{'s' if summary.nodes > 1 else ''} of this run cost{'s' if summary.nodes == 1 else ''}."
+        )
+    text = f"{who} ({idle[0].name}) {'is' if is_one else 'are'} used by nobody: {fix}."
     return share * (summary.spent.whole - summary.spent.stopped), Advice(text, evidence, "machine")
 
 
@@ -65,8 +68,7 @@ def too_many_threads(summary: Summary) -> Found | None:
         threads = [rank.threads for rank in ranks if rank.threads is not None]
         if not threads or host.cores < 1:
             continue
-        # All of the host's cores may be busy with others, or those that the run may use with its ranks.
-        busy = min(1.0, max(host.cpu or 0.0, sum(rank.cores or 0.0 for rank in ranks) / host.cores))
+        busy = busy_of(host, ranks)
         if busy < BUSY_HOST:
             continue
         workers = sum(rank.workers or 0 for rank in ranks)
@@ -142,19 +144,17 @@ def small_micro_batch(summary: Summary) -> Found | None:
 
 def nearly_full(summary: Summary) -> Found | None:
     """One longer batch, and a GPU runs out of memory: that would cost a restart, and the work since the last save."""
-    totals = {rank: gpu.memory_total for gpu in summary.gpus for rank in gpu.ranks if gpu.memory_total}
-    filled = [(rank.memory / totals[rank.rank], rank) for rank in summary.ranks if rank.rank in totals]
-    if not filled:
+    fullest = fullest_rank(summary)
+    if fullest is None:
         return None
-    share, rank = max(filled, key=lambda one: one[0])
+    rank, total = fullest
+    share = rank.memory / total
     if share < NEARLY_FULL:
         return None
     text = (
         f"The GPU of rank {rank.rank} ({rank.host}) is nearly full, and one longer batch may be too much: use a "
         "smaller micro_batch, recompute = true, or more shards (fsdp)."
     )
-    total = totals[rank.rank]
-    assert total is not None
     evidence = f"Its tensors held {bytes_text(rank.memory)} of {bytes_text(total)}, {percent(share)}."
     spent = summary.spent
     one_failure = spent.starting / max(1, len(summary.attempts)) + spent.steps / (summary.checkpoints + 1)
@@ -170,6 +170,10 @@ def _is_nobodys(gpu: GpuSummary) -> bool:
 
 def _indices(host: str, indices: list[int]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))} of {host}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _range(counts: list[int]) -> str:

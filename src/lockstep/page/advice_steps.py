@@ -16,7 +16,7 @@ from lockstep.faults.stragglers import LEAST_SECONDS as SLOW_SECONDS
 from lockstep.faults.stragglers import LEAST_SHARE as SLOW_SHARE
 from lockstep.layout import Layout
 from lockstep.page.panels import Advice
-from lockstep.page.summary import RankSummary, Summary
+from lockstep.page.summary import HostSummary, RankSummary, Summary
 
 Found = tuple[float, Advice]
 
@@ -39,8 +39,8 @@ def slow_input_of_a_rank(summary: Summary) -> Found | None:
     if slow is None:
         return None
     rank, others, more, _ = slow
-    busy = next((host.cpu for host in summary.hosts if host.host == rank.host), None)
-    if busy is not None and busy >= BUSY_CORES:
+    busy = max((busy_of(host, summary.ranks) for host in summary.hosts if host.host == rank.host), default=0.0)
+    if busy >= BUSY_CORES:
         fix = f"the cores of {rank.host} are {percent(busy)} busy, so prepare its data beforehand, or free some cores"
     else:
         fix = f"give it more data.workers{_workers(rank.workers)}, or put its data on a faster disk"
@@ -80,7 +80,7 @@ def all_wait_for_data(summary: Summary) -> Found | None:
     if waits is None:
         return None
     counts = {rank.workers for rank in summary.ranks}
-    busy = max((host.cpu for host in summary.hosts if host.cpu is not None), default=0.0)
+    busy = max((busy_of(host, summary.ranks) for host in summary.hosts), default=0.0)
     if busy >= BUSY_CORES:
         fix = f"the cores are {percent(busy)} busy, so prepare the data beforehand, or ask for more cores"
     else:
@@ -117,6 +117,12 @@ def between_steps(summary: Summary) -> Found | None:
 def step_of(summary: Summary) -> float:
     """Seconds of a mean step, by what the ranks tell."""
     return mean(_whole(rank) for rank in summary.ranks) if summary.ranks else 0.0
+
+
+def busy_of(host: HostSummary, ranks: Sequence[RankSummary]) -> float:
+    """How busy the cores of a host are: all of them with whomever, or those that the run may use with its ranks."""
+    own = sum(rank.cores or 0.0 for rank in ranks if rank.host == host.host)
+    return min(1.0, max(host.cpu or 0.0, own / host.cores if host.cores > 0 else 0.0))
 
 
 def layout_of(summary: Summary) -> Layout | None:

@@ -14,7 +14,7 @@ SILENCE = 600.0
 """Seconds without an event after which a run that has not ended is lost: to load and compile may take minutes."""
 SILENT_STEPS = 20
 """The same in steps, where these take long."""
-OVER = {
+OVER: Mapping[str, State] = {
     **dict.fromkeys(("TIMEOUT", "PREEMPTED", "CANCELLED", "COMPLETED"), "stopped"),
     **dict.fromkeys(("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), "failed"),
 }
@@ -104,11 +104,20 @@ class Attempt:
     parts: dict[str, float] = field(default_factory=dict)
     joules: dict[str, float | None] = field(default_factory=dict)
     """Of every host, until the last look."""
+    measured_cpus: set[str] = field(default_factory=set)
+    """The hosts whose joules have those of their CPUs in them."""
+    sharing: int = 0
+    """How many ranks use a GPU that an earlier rank uses already."""
 
     @property
     def seconds(self) -> float:
         """From its first event to its last."""
         return max(0.0, self.end - self.begin)
+
+    @property
+    def devices(self) -> int:
+        """How many GPUs it held, or processes on CPUs."""
+        return max(0, self.started.world_size - self.sharing) if self.started else 0
 
     @property
     def accounted(self) -> float:
@@ -121,7 +130,7 @@ class Attempt:
         if self.ending is not None:
             return "running" if self.restarts and is_last and not silent else self.ending
         if self.job_state in OVER:
-            return "stopped" if OVER[self.job_state] == "stopped" else "failed"
+            return OVER[self.job_state]
         return "running" if is_last and not silent else "lost"
 
     def summary(self, now: float, step_seconds: float, *, is_last: bool) -> AttemptSummary:

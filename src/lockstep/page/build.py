@@ -25,8 +25,8 @@ def page_of(readers: Sequence[RunReader], *, live: bool = False) -> Page:
     from lockstep.page.comparison import compare_runs
 
     now = time.time()
-    runs = [reader.page(now, live=live) for reader in readers]
-    several = len(readers) > 1
-    comparison = compare_runs([reader.summary(now) for reader in readers]) if several else []
+    summaries = [reader.summary(now) for reader in readers]
+    runs = [reader.page(now, live=live, summary=one) for reader, one in zip(readers, summaries, strict=True)]
+    comparison = compare_runs(summaries) if len(readers) > 1 else []
     title = listed([run.name for run in runs]) if len(runs) < 4 else f"{len(runs)} runs"
     return Page(title=title, made=now, version=__version__, runs=runs, comparison=comparison, live=live)

@@ -21,7 +21,7 @@ from lockstep.amounts import (
     share_text,
 )
 from lockstep.page.panels import Fact, Headline, Level
-from lockstep.page.summary import Summary, is_over_the_peak
+from lockstep.page.summary import Summary, fullest_rank, is_over_the_peak
 
 UNKNOWN = "\N{EN DASH}"
 GOOD_GOODPUT = 0.9
@@ -44,8 +44,8 @@ def devices_text(summary: Summary) -> str:
     nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
     if summary.device == "cpu":
         return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
-    gpus = sum(bool(gpu.ranks) for gpu in summary.gpus)
-    if gpus and gpus < summary.world_size:
+    gpus = summary.world_size - sum(len(gpu.ranks) - 1 for gpu in summary.gpus if gpu.ranks)
+    if 0 < gpus < summary.world_size:
         shared = f"{_count(summary.world_size, 'rank')} that share {_count(gpus, 'GPU')}"
         return f"{shared} ({summary.device}) of {nodes}"
     return f"{_count(summary.world_size, 'GPU')} ({summary.device}) of {nodes}"
@@ -155,7 +155,8 @@ def _hours(summary: Summary) -> Fact:
 def _energy(summary: Summary) -> Fact:
     if summary.kwh is None:
         return Fact("Energy", UNKNOWN, summary.kwh_reason or "nobody measured it")
-    note = "CPUs and GPUs, as they count it themselves; without the rest of the nodes and their cooling"
+    whose = "GPUs alone" if summary.kwh_without_cpus else "CPUs and GPUs"
+    note = f"{whose}, as they count it themselves; without the rest of the nodes and their cooling"
     return Fact("Energy", energy_text(summary.kwh), "; ".join(filter(None, (note, summary.kwh_reason))))
 
 
@@ -213,13 +214,16 @@ def _memory(summary: Summary) -> Fact:
         return Fact("Memory", UNKNOWN, "no rank has told")
     where = "host memory of its process" if summary.device == "cpu" else "GPU memory"
     note = f"{where}, of the rank that held most"
-    totals = [gpu.memory_total for gpu in summary.gpus if gpu.ranks and gpu.memory_total]
-    if not totals or summary.device == "cpu":
+    fullest = fullest_rank(summary)
+    if fullest is None or summary.device == "cpu":
         return Fact("Memory", bytes_text(summary.memory), note)
-    share = summary.memory / min(totals)
-    if share > 1:
-        return Fact("Memory", bytes_text(summary.memory), f"more than the {bytes_text(min(totals))} there are", "error")
-    return Fact("Memory", bytes_text(summary.memory), f"{note}: {percent(share)} of {bytes_text(min(totals))}")
+    rank, total = fullest
+    if rank.memory > total:
+        return Fact("Memory", bytes_text(rank.memory), f"more than the {bytes_text(total)} there are", "error")
+    of = f"{percent(rank.memory / total)} of {bytes_text(total)}"
+    if rank.memory < summary.memory:  # an earlier attempt held more, maybe on larger GPUs, or a rank on a larger one
+        return Fact("Memory", bytes_text(summary.memory), f"{note}; the fullest GPU of the last attempt: {of}")
+    return Fact("Memory", bytes_text(summary.memory), f"{note}: {of}")
 
 
 def _step_time(summary: Summary) -> Fact:

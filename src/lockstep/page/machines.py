@@ -39,6 +39,8 @@ class Machines:
         self.grid = Grid()
         self.gpus: dict[str, Gpu] = {}
         """By their names in the grid; those of the last attempt that told."""
+        self.users: dict[str, tuple[int, ...]] = {}
+        """Of every GPU of the grid that was ever used: the ranks that used it last."""
         self._cores: dict[str, int] = {}
         self._key: tuple[int, list[int], list[tuple[str, list[int]]]] = (0, [], [])
         self._places = np.empty(0, np.intp)
@@ -56,13 +58,16 @@ class Machines:
         key = (attempt.number, list(map(len, told)), cards)
         if key != self._key:
             self._arrange(hosts, key[1], is_new=key[0] != self._key[0])
+            attempt.sharing = sum(len(gpu.ranks) - 1 for gpu in self.gpus.values() if gpu.ranks)
             self._key = key
         values: list[Any] = []
         for host in hosts:
             values += map(host.get, OF_HOSTS)
             for gpu in host["gpus"]:
                 values += map(gpu.get, OF_GPUS)
-            joules, name = host.get("joules"), host["host"][:60]
+            joules, watts, name = host.get("joules"), host.get("watts"), host["host"][:60]
+            if isinstance(watts, int | float) or not host["gpus"]:
+                attempt.measured_cpus.add(name)
             if isinstance(joules, int | float) and 0 <= joules < 1e18:
                 attempt.joules[name] = max(attempt.joules.get(name) or 0.0, float(joules))
             else:
@@ -91,11 +96,14 @@ class Machines:
                     index=gpu["index"],
                     name=cut(str(gpu.get("name"))),
                     memory_total=total if type(total) is int else None,
-                    ranks=tuple(rank for rank in users if type(rank) is int),
+                    ranks=tuple(dict.fromkeys(rank for rank in users if type(rank) is int)),
                 )
         for what, count in zip(OF_RANKS, ranks, strict=True):
             names += [(f"rank {what}", str(rank)) for rank in range(count)]
         self._places = self.grid.places_of(names)
+        for whose, known in self.gpus.items():
+            if known.ranks and self.grid.row("gpu busy", whose) is not None:
+                self.users[whose] = known.ranks
         size = int(self._places.max(initial=-1)) + 1
         kept = np.zeros((4, max(size, 0 if is_new else len(self._sum))))
         if not is_new:

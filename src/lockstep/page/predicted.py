@@ -32,7 +32,7 @@ class Predictions:
         self._is_compared = True
 
     def step(self, measured: float | None) -> Compared | None:
-        """Seconds of a step, beside the median that is told everywhere: the run's own knows nothing of profiles."""
+        """Seconds of a step, beside the median that is told everywhere, so that there is no second one."""
         if self._step is None or not measured:
             return self._step
         return Compared(self._step.predicted, measured, self._step.predicted / measured - 1)

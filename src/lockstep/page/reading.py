@@ -104,14 +104,17 @@ class RunReader:
 
         return summarize(self._digest, self._name, now, self._changed)
 
-    def page(self, now: float, *, live: bool = False) -> RunPage:
-        """The run as the page shows it; one that is not `live` says when it was written."""
+    def page(self, now: float, *, live: bool = False, summary: Summary | None = None) -> RunPage:
+        """The run as the page shows it; one that is not `live` says when it was written.
+
+        Of a run of many steps a summary takes its time: who has that of `now` already hands it over.
+        """
         # Not at the top: these make sentences of what is read here.
         from lockstep.page.advice import advise
         from lockstep.page.headline import headline
         from lockstep.page.sections import sections_of
 
-        summary = self.summary(now)
+        summary = summary or self.summary(now)
         return RunPage(
             name=summary.name,
             headline=headline(summary, None if live else now),

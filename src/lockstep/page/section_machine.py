@@ -41,7 +41,7 @@ def machine(digest: Digest) -> list[Panel]:
     grid = digest.machines.grid
     panels = _gpus(digest)
     for what, title, y, unit in HOSTS:
-        panels += _lines(f"host_{what}", title, y, unit, grid, {name: grid.of(f"host {what}") for name in ("",)})
+        panels += _lines(f"host_{what}", title, y, unit, grid, {"": grid.of(f"host {what}")})
     for id, title, ways in TRAFFIC:
         panels += _lines(id, title, "bytes a second", "B/s", grid, {way: grid.of(f"host {way}") for way in ways})
     if len(grid.of("rank cores")) > MOST_CURVES:
@@ -71,10 +71,10 @@ def _gpus(digest: Digest) -> list[Panel]:
 
 
 def _named(rows: dict[str, int], digest: Digest, one_host: bool) -> dict[str, int]:
-    """The same rows under names for people: who uses the GPU, and its host where there are several."""
+    """The same rows under names for people: who uses the GPU, or did so last, and its host where there are several."""
     result = {}
     for name, row in rows.items():
-        users = digest.machines.gpus[name].ranks if name in digest.machines.gpus else ()
+        users = digest.machines.users.get(name, ())
         who = f"rank{'s' * (len(users) > 1)} {', '.join(map(str, users[:8]))}" if users else "no rank"
         short = f"GPU {name.rpartition(' GPU ')[2]}" if one_host else name
         result[f"{short} ({who})"] = row

@@ -46,13 +46,14 @@ def places(values: Array) -> list[float]:
 
 
 class Series:
-    """One number over steps, as they come: at most `2 * MOST_POINTS` buckets, which merge in pairs when they are full.
+    """One number over steps, as they come: at most `most` buckets, which merge in pairs when they are full.
 
     A step that comes again replaces those from there on: the later line counts. Where a bucket has steps of both sides
     it stays as it is, and ends there.
     """
 
     def __init__(self, most: int = MOST_POINTS) -> None:
+        assert most % 2 == 0, "buckets merge in pairs"
         self._most = most
         self._points_of_each = 1
         # first x, last x, sum, how many of them are finite, low, high, how many
@@ -69,7 +70,7 @@ class Series:
         finite = math.isfinite(y)
         self.not_finite += not finite
         if not buckets or buckets[-1][6] >= self._points_of_each:
-            if len(buckets) >= 2 * self._most:
+            if len(buckets) >= self._most:
                 self._merge()
             buckets = self._buckets
             buckets.append([x, x, y, 1, y, y, 1] if finite else [x, x, 0.0, 0, math.inf, -math.inf, 1])

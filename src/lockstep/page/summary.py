@@ -203,8 +203,10 @@ class Summary:
     mfu_reason: str = ""
     """Why there is no MFU, or what is wrong with it."""
     device_hours: float = 0.0
-    """Ranks times the hours of their attempts."""
+    """GPUs in use, or processes on CPUs, times the hours of their attempts."""
     kwh: float | None = None
+    kwh_without_cpus: bool = False
+    """Whether it is that of GPUs alone: nobody may read the counters of the CPUs."""
     kwh_reason: str = ""
     """What the energy leaves out, or why it is not known."""
     memory: int | None = None
@@ -231,6 +233,13 @@ class Summary:
     """Samples; of the last attempt, as it was chosen while running."""
     not_finite: str = ""
     """What was not finite, where the last attempt stopped because of that: "loss of step 20"."""
+
+
+def fullest_rank(summary: Summary) -> tuple[RankSummary, int] | None:
+    """Of the last attempt: the rank whose tensors fill its GPU the most, and the memory of that GPU."""
+    totals = {rank: gpu.memory_total for gpu in summary.gpus for rank in gpu.ranks if gpu.memory_total}
+    known = [(rank, totals[rank.rank]) for rank in summary.ranks if rank.rank in totals]
+    return max(known, key=lambda one: one[0].memory / one[1], default=None)
 
 
 def is_over_the_peak(summary: Summary) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,15 @@ class Efficiency:
     reason: str
 
 
+@dataclass(frozen=True)
+class Energy:
+    """What a run used up, and what that leaves out."""
+
+    kwh: float | None
+    without_cpus: bool
+    reason: str
+
+
 def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     """The run as it stands `now`; `changed` is when the log was last written, for one without any event."""
     columns = digest.steps.columns()
@@ -49,7 +58,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     begin = digest.first_time if digest.events else changed or now
     end = max((one.end for one in began), default=begin)
     efficiency = _efficiency(digest, step_seconds)
-    kwh, kwh_reason = _energy(began)
+    energy = _energy(began)
     finite_losses = math.isfinite(kept.loss[-1]) if len(kept) else False
     best = digest.best[-1] if digest.best else (None, None)
     ranks = digest.machines.with_processes(digest.ranks.summaries())
@@ -84,9 +93,10 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         peak_source=efficiency.source,
         mfu=efficiency.mfu,
         mfu_reason=efficiency.reason,
-        device_hours=sum(one.started.world_size * one.seconds for one in began if one.started) / 3600,
-        kwh=kwh,
-        kwh_reason=kwh_reason,
+        device_hours=sum(one.devices * one.seconds for one in began) / 3600,
+        kwh=energy.kwh,
+        kwh_without_cpus=energy.without_cpus,
+        kwh_reason=energy.reason,
         memory=int(digest.ranks.most_memory) or None,
         predicted_step=digest.predicted.step(step_seconds),
         predicted_memory=digest.predicted.memory(None if on_cpus else max((one.memory for one in ranks), default=0)),
@@ -221,19 +231,38 @@ def _efficiency(digest: Digest, step_seconds: float | None) -> Efficiency:
     return Efficiency(rate, most, source, mfu, reason)
 
 
-def _energy(attempts: Sequence[Attempt]) -> tuple[float | None, str]:
+def _energy(attempts: Sequence[Attempt]) -> Energy:
     """What the hosts used up in all attempts, and whom that leaves out."""
-    joules = [value for one in attempts for value in one.joules.values() if value is not None]
-    unknown = {host: None for one in attempts for host, value in one.joules.items() if value is None}
-    silent = [str(one.number) for one in attempts if not one.joules and one.first_step is not None]
+    joules: list[float] = []
+    unknown: dict[str, None] = {}
+    with_cpus: dict[str, None] = {}
+    without_cpus: dict[str, None] = {}
+    for attempt in attempts:
+        on_cpus = attempt.started is not None and attempt.started.device == "cpu"
+        for host, used in attempt.joules.items():
+            measured = host in attempt.measured_cpus
+            if used is None or (
+                on_cpus and not measured
+            ):  # GPUs that stand beside a training on CPUs are no part of it
+                unknown[host] = None
+            else:
+                joules.append(used)
+                (with_cpus if measured else without_cpus)[host] = None
     if not joules:
-        if unknown:
-            return None, "nobody measures the power of these hosts"
-        return None, "no event tells what the hosts used up"
+        reason = "nobody measures the power of these hosts" if unknown else "no event tells what the hosts used up"
+        return Energy(None, False, reason)
     left_out = []
     if unknown:
-        names = list(unknown)
-        left_out.append(f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, whose power nobody measures")
+        left_out.append(f"{_some(unknown)}, whose power nobody measures")
+    if with_cpus and without_cpus:
+        left_out.append(f"the CPUs of {_some(without_cpus)}, whose power nobody measures")
+    silent = [str(one.number) for one in attempts if not one.joules and one.first_step is not None]
     if silent:
         left_out.append(f"attempt{'s' * (len(silent) > 1)} {', '.join(silent[:8])}, which told nothing of it")
-    return sum(joules) / 3.6e6, f"without {' and '.join(left_out)}" if left_out else ""
+    reason = f"without {' and '.join(left_out)}" if left_out else ""
+    return Energy(sum(joules) / 3.6e6, not with_cpus, reason)
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    return f"{', '.join(every[:4])}{', ...' if len(every) > 4 else ''}"

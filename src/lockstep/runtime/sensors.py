@@ -167,7 +167,7 @@ class GpuSensors:
         try:
             self._nvml.nvmlInit()
             handles, _ = handles_of(self._nvml)
-        except self._nvml.NVMLError:
+        except Exception:  # its own errors, or those of a library that is not the driver's
             self._nvml = None
             return {}
         return {index: (handle, *identity_of(self._nvml, handle)) for index, handle in handles.items()}

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.comm.gpus import has_driver
 from lockstep.comm.machine import cpu_quota
 from lockstep.events import Event
 from lockstep.runtime.place import Place
@@ -37,8 +38,11 @@ class Telemetry:
     def __init__(self, place: Place, device: torch.device) -> None:
         self._node = place.node_rank
         self._gpu = _identity(device) if device.type == "cuda" else []
-        nvml = _nvml() if device.type == "cuda" else None
-        self._host = HostSampler(Sensors(nvml)) if place.local_rank == 0 else None
+        self._host = None
+        if place.local_rank == 0:
+            # A run on CPUs asks too: GPUs that nobody uses are worth a word.
+            has_gpus = device.type == "cuda" or has_driver(Path("/"))
+            self._host = HostSampler(Sensors(_nvml() if has_gpus else None))
         self._since, self._used = time.perf_counter(), processor_seconds()
 
     def start(self) -> None:
@@ -260,11 +264,11 @@ def _identity(device: torch.device) -> list[str]:
 
 def _nvml() -> Any:
     """The driver's library, where it is installed. Imported here: a fork while a thread imports would get stuck."""
-    try:
+    with suppress(Exception):  # whatever is wrong with it, the run goes on without
         import pynvml
-    except ImportError:
-        return None
-    return pynvml
+
+        return pynvml
+    return None
 
 
 def _short(number: float) -> float:

@@ -14,7 +14,7 @@ from fpdf import FPDF
 from fpdf.enums import XPos, YPos
 from fpdf.fonts import TTFFont
 
-from lockstep.amounts import bytes_text, percent, seconds_text
+from lockstep.amounts import bytes_text, count_text, percent, seconds_text
 from lockstep.charts import LIGHT, plain
 
 FONTS = Path(__file__).parents[1] / "fonts"
@@ -165,11 +165,11 @@ def value_text(value: float | None, unit: str) -> str:
             return f"{bytes_text(value)}/s"
         case "share":
             return percent(value) if value >= 0 else plain(value)
-        case "W" | "flop/s" | "/s":
-            for scale, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-                if abs(value) >= 0.9995 * scale:
-                    return f"{value / scale:.3g} {name}{unit}" if unit != "/s" else f"{value / scale:.3g} {name}/s"
-            return f"{value:.3g} {unit}" if unit != "/s" else f"{value:.3g}/s"
+        case "W" | "flop/s":
+            count = count_text(value)
+            return f"{count}{unit}" if count[-1].isalpha() else f"{count} {unit}"
+        case "/s":
+            return f"{count_text(value)}/s"
         case "items":
             return f"{value:,.0f}"
         case _:

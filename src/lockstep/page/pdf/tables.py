@@ -98,7 +98,7 @@ def _widths(paper: Paper, panel: Table, rows: list[list[str]]) -> list[float]:
     if sum(wanted) <= room:
         return wanted
     most = max(wanted)
-    for _ in range(40):  # halving, until the widest column is as wide as there is room for
+    for _ in range(40):  # narrower and narrower, until all columns have room
         fits = sum(min(width, most) for width in wanted) <= room
         if fits:
             break
