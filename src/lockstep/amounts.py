@@ -9,6 +9,11 @@ ROUNDED_UP = 0.9995
 """From here on three digits say that it is the next unit: 999,996 bytes are 1 MB, and not 1e+03 kB."""
 
 
+def rounded(number: float) -> float:
+    """A measured number with as many digits as it is worth: of a thousand ranks there are thousands in a log."""
+    return float(f"{number:.4g}")
+
+
 def bytes_text(count: float) -> str:
     """A number of bytes for people."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+from lockstep.amounts import rounded
 from lockstep.events import Event
 from lockstep.layout import Layout
 
@@ -38,14 +39,14 @@ def ranks_event(told: Sequence[Mapping[str, Any]]) -> Event:
     steps = told[0]["steps"]
 
     def of_a_step(*parts: str) -> list[float]:
-        return [_short(sum(rank[part] for part in parts) / steps) for rank in told]
+        return [rounded(sum(rank[part] for part in parts) / steps) for rank in told]
 
     whole, still = of_a_step("seconds"), of_a_step("input", "wait")
     return {
         "steps": steps,
-        "seconds": _short(sum(whole) / len(whole)),
+        "seconds": rounded(sum(whole) / len(whole)),
         "input": of_a_step("input"),
-        "compute": [_short(max(0.0, seconds - stood)) for seconds, stood in zip(whole, still, strict=True)],
+        "compute": [rounded(max(0.0, seconds - stood)) for seconds, stood in zip(whole, still, strict=True)],
         "optimizer": of_a_step("optimizer"),
         "between": of_a_step("between"),
         "wait": of_a_step("wait"),
@@ -53,11 +54,6 @@ def ranks_event(told: Sequence[Mapping[str, Any]]) -> Event:
         "memory": [rank["memory"] for rank in told],
         "hosts": [rank["host"] for rank in told],
     }
-
-
-def _short(number: float) -> float:
-    """With as many digits as it is worth: of a thousand ranks there are thousands of these in the log."""
-    return float(f"{number:.4g}")
 
 
 def find_straggler(ranks: Event, layout: Layout) -> Straggler | None:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.amounts import rounded
 from lockstep.comm.gpus import has_driver
 from lockstep.comm.machine import cpu_quota
 from lockstep.events import Event
@@ -65,7 +66,7 @@ class Telemetry:
         passed, worked = now - self._since, used - self._used
         self._since, self._used = now, used
         return {
-            "cores": _short(max(0.0, worked) / max(passed, 1e-9)),
+            "cores": rounded(max(0.0, worked) / max(passed, 1e-9)),
             "memory": _bytes(psutil.Process().memory_info().rss),
             "threads": torch.get_num_threads(),
             "may_use": sum(1 << core for core in os.sched_getaffinity(0)),
@@ -159,7 +160,7 @@ class _Seen:
 
     def mean(self, gpu: int, name: str) -> float | None:
         total, count, _ = self._values[gpu, name]
-        return _short(total / count) if count else None
+        return rounded(total / count) if count else None
 
     def most(self, gpu: int, name: str) -> int | None:
         _, count, most = self._values[gpu, name]
@@ -170,7 +171,7 @@ def _counted(before: Counts, now: Counts) -> dict[str, Any]:
     """What a host has counted between two moments."""
     busy, whole = now.cpu_busy - before.cpu_busy, now.cpu_whole - before.cpu_whole
     return {
-        "cpu": _short(min(1.0, max(0.0, busy / whole))) if whole > 0 else None,
+        "cpu": rounded(min(1.0, max(0.0, busy / whole))) if whole > 0 else None,
         **{name: _rate(getattr(before, name), getattr(now, name), now.at - before.at) for name in COUNTED},
         "quota": cpu_quota(Path("/")),
     }
@@ -191,7 +192,7 @@ def _looked_at(before: Look, last: Look, seen: _Seen) -> dict[str, Any]:
 
 def _rate(before: float, now: float, seconds: float) -> float:
     """By how much something grew in a second. A counter that was reset has counted nothing that is known."""
-    return _short(max(0.0, now - before) / seconds) if seconds > 0 else 0.0
+    return rounded(max(0.0, now - before) / seconds) if seconds > 0 else 0.0
 
 
 def _gpu_told(gpu: GpuReading, seen: _Seen) -> dict[str, Any]:
@@ -271,10 +272,5 @@ def _nvml() -> Any:
     return None
 
 
-def _short(number: float) -> float:
-    """With as many digits as it is worth: of a thousand ranks there are thousands of these in the log."""
-    return float(f"{number:.4g}")
-
-
 def _bytes(number: float) -> int:
-    return int(_short(number))
+    return int(rounded(number))
