@@ -332,7 +332,11 @@ def test_a_loop_that_was_left_behind_counts_for_what_it_cost() -> None:
 
 def repeated(**changes: Any) -> Summary:
     """Two failures in 3600 s, 600 s of it repeated; three checkpoints with stalls of 2 s."""
-    attempts = [failed(1, 100, "killed"), failed(2, 200, "killed"), an_attempt(3)]
+    attempts = [
+        replace(failed(1, 100, "killed"), unsaved=250.0),
+        replace(failed(2, 200, "killed"), unsaved=350.0),
+        an_attempt(3),
+    ]
     spent = TimeSpent(useful=2900, repeated=600, starting=94, checkpoints=6)
     return healthy(**{"attempts": attempts, "spent": spent, "checkpoints": 3, "checkpoint_stalls": 6.0, **changes})
 
@@ -343,8 +347,8 @@ def test_repeated_work_wants_checkpoints_as_often_as_daly_says() -> None:
     assert advice.text == 'Work is repeated after failures: save more often, as with save_every = "1 minute".'
     assert advice.evidence == (
         "10 min of 1 h (17 %) were steps done again, or to be done again, after 2 failures, with 3 checkpoints. "
-        "A save stalls for 2 s and a "
-        "failure comes every 30 min: the best interval is 1 min 24 s (Daly)."
+        "A save stalls for 2 s and failures "
+        "come every 30 min: the best interval is 1 min 24 s (Daly)."
     )
     assert advice.section == "checkpoints"
 
@@ -355,6 +359,21 @@ def test_repeated_work_without_any_checkpoint_or_with_plenty() -> None:
     assert "with no checkpoints" in nothing.evidence
     assert advise(repeated(checkpoints=40, checkpoint_stalls=80.0)) == [], "3500 s / 40: it saves that often already"
     assert advise(repeated(attempts=[an_attempt()])) == [], "nothing failed: steps were taken back"
+
+
+def test_skipped_steps_are_no_work_that_a_failure_cost() -> None:
+    """The same 600 s, and two failures exactly at a checkpoint."""
+    attempts = [failed(1, 100, "killed"), failed(2, 200, "killed"), an_attempt(3)]
+    assert advise(repeated(attempts=attempts)) == []
+
+
+def test_work_that_a_killed_job_had_not_saved_is_repeated_too() -> None:
+    killed = [an_attempt(1, state="stopped", unsaved=600.0), an_attempt(2, state="stopped")]
+    advice = first(repeated(attempts=killed))
+    assert advice.text.startswith("Work is repeated after interruptions: save more often")
+    assert "done again, after 1 interruption, with 3 checkpoints. A save stalls for 2 s and interr" in advice.evidence
+    nothing = first(repeated(attempts=killed, checkpoints=0, checkpoint_stalls=0.0))
+    assert nothing.text.startswith("Work is repeated after every interruption, because nothing was saved")
 
 
 def test_checkpoint_stalls_are_a_share_of_the_training() -> None:
@@ -399,10 +418,12 @@ def test_skipped_steps_and_a_loss_that_is_not_finite() -> None:
     assert skipped.evidence == "50 of 1000 steps (5 %) left the weights as they were, with 50 alarms."
     assert 'use precision = "bf16"' in first(healthy(skipped_steps=50, precision="fp16")).text
     assert advise(healthy(skipped_steps=2)) == []
-    for loss in (None, float("nan")):
-        lost = first(healthy(loss=loss))
+    for skips in (0, 1, 50):
+        lost = first(healthy(loss=None, diverged_step=998, skipped_steps=skips))
         assert "nothing is learnt any more" in lost.text
-        assert lost.evidence == "The loss of step 1000 is no finite number."
+        assert lost.evidence == "The loss of step 998 is no finite number."
+    unsaved = TimeSpent(repeated=400, starting=40)
+    assert "nothing is learnt" in first(healthy(loss=None, diverged_step=998, spent=unsaved)).text
 
 
 def test_padding_is_computed_for_nothing() -> None:

@@ -240,6 +240,8 @@ def test_a_median_that_leaves_profiled_steps_out_says_so() -> None:
     told = fact("Step time", spent=replace(SPENT, profiling=3)).note
     one = fact("Step time", attempts=[an_attempt(first_step=7, last_step=7)]).note
     assert one.startswith("the only step of the last attempt, with its warm-up")
+    all_of_it = fact("Step time", spent=replace(SPENT, profiling=3), is_profiled=True).note
+    assert all_of_it.startswith("the median of the last attempt, all of whose steps a profiler slowed down;")
     assert told.startswith("the median of the last attempt, warm-up and profiled steps left out")
 
 

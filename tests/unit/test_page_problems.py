@@ -108,6 +108,14 @@ def test_a_planted_problem_is_told_first(made: Made, text: str, evidence: str, t
     told = advice_on(tmp_path, made)
     assert told[0].text.startswith(text)
     assert evidence in told[0].evidence
+
+
+def test_a_failure_that_cost_nothing_is_not_blamed_for_skipped_steps(tmp_path: Path) -> None:
+    """10 s of skipped steps, and a failure exactly at a checkpoint."""
+    told = advice_on(tmp_path, Made(steps=1000, not_finite=range(100, 200), fails_after=(500,), save_every=500))
+    assert [advice.text.split(":")[0] for advice in told] == [
+        "Many steps are skipped because their numbers are not finite"
+    ]
     assert len(told) <= 3
 
 

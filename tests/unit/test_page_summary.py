@@ -93,22 +93,124 @@ def test_skipped_steps_count_as_repeated_and_their_items_do_not_count(tmp_path: 
     assert found.trained == 197 * (32 * 64 - 100)
 
 
+def test_what_was_lost_because_it_was_not_saved_is_told_of_every_attempt(tmp_path: Path) -> None:
+    """Attempt 1 skips 7 and 55, fails at 60 and loses 51 to 60; 2 takes 71 to 80 back; 3 ends as it should."""
+
+    def took_back(events: list[Event]) -> list[Event]:
+        again = [one for one in events if one["attempt"] == 2 and one["kind"] == "step" and 70 < one["step"] <= 80]
+        place = events.index(again[-1]) + 1
+        return [*events[:place], *again, *events[place:]]
+
+    made = Made(steps=200, fails_after=(60, 100), not_finite=(7, 55))
+    found = changed(tmp_path, made, took_back)
+    assert [one.unsaved for one in found.attempts] == pytest.approx([9 * 0.1, 0, 0])
+    assert found.spent.repeated == pytest.approx((10 + 1 + 1 + 10) * 0.1), "51 to 60, 7, 55 again, 71 to 80"
+    ended = summary_of(tmp_path, Made(steps=130, fails_after=(60,), ending="failed"))
+    assert [one.unsaved for one in ended.attempts] == pytest.approx([10 * 0.1, 30 * 0.1])
+
+
+def test_who_goes_back_to_an_older_checkpoint_has_lost_nothing(tmp_path: Path) -> None:
+    """Attempt 1 saves at 150 and stops; --resume goes on from 50."""
+
+    def stopped(events: list[Event]) -> list[Event]:
+        save = {**ON_DISK, "attempt": 1, "step": 150, "seconds": 0.0, "stall": 0.0}
+        return [
+            {**save, "time": one["time"]} if one["kind"] == "failure" else one
+            for one in events
+            if one["attempt"] == 2 or one["kind"] != "stop"
+        ]
+
+    found = changed(tmp_path, Made(steps=200, fails_after=(150,), save_every=None), stopped)
+    assert found.spent.repeated == pytest.approx(150 * 0.1)
+    assert [one.unsaved for one in found.attempts] == [0, 0]
+
+
 def test_items_of_steps_done_again_count_once(tmp_path: Path) -> None:
     assert summary_of(tmp_path, RESTARTED).items == 200 * 32 * 64
 
 
-def test_a_slow_first_step_is_part_of_the_start(tmp_path: Path) -> None:
-    def slow(events: list[Event]) -> list[Event]:
-        for event in events:
-            if event["kind"] == "step" and event["step"] == 1:
-                event["seconds"] = 5.1
-                first = event["time"]
-        return [{**event, "time": event["time"] + 5} if event["time"] >= first else event for event in events]
+def delayed(events: list[Event], delay: Callable[[Event], float]) -> list[Event]:
+    """Where some take longer: they and all that follow come as much later, and the steps among them say so."""
+    late, told = 0.0, []
+    for event in events:
+        late += delay(event)
+        told.append({**event, "time": event["time"] + late})
+        if event["kind"] == "step":
+            told[-1]["seconds"] += delay(event)
+    return told
 
-    found = changed(tmp_path, PLAIN, slow)
-    assert found.spent.starting == pytest.approx(15)
+
+def compiled(events: list[Event], step: int = 1) -> list[Event]:
+    """Every attempt that begins with this step compiles for a minute."""
+    return delayed(events, lambda event: 60.0 if event["kind"] == "step" and event["step"] == step else 0.0)
+
+
+def test_a_slow_first_step_is_part_of_the_start(tmp_path: Path) -> None:
+    found = changed(tmp_path, PLAIN, compiled)
+    assert found.spent.starting == pytest.approx(70)
     assert found.spent.useful == pytest.approx(14)
     assert found.step_seconds == pytest.approx(0.1)
+
+
+def test_compiling_is_part_of_the_start_also_where_the_first_step_is_done_again(tmp_path: Path) -> None:
+    """Nothing is saved before the failure at step 10: both attempts take 10 s and a minute until they train."""
+    found = changed(tmp_path, Made(steps=20, fails_after=(10,), save_every=None, validate_every=None), compiled)
+    spent = found.spent
+    assert spent.starting == pytest.approx(2 * (10 + 60))
+    assert spent.repeated == pytest.approx(10 * 0.1)
+    assert spent.steps == pytest.approx(20 * 0.1)
+    assert spent.whole == pytest.approx(found.end - found.begin)
+
+
+def test_compiling_is_part_of_the_start_also_where_the_first_step_is_skipped(tmp_path: Path) -> None:
+    """As with fp16, whose first loss scale is often too large."""
+    found = changed(tmp_path, replace(PLAIN, not_finite=(1,)), compiled)
+    assert found.spent.starting == pytest.approx(70)
+    assert found.spent.repeated == pytest.approx(0.1)
+    assert found.spent.whole == pytest.approx(found.end - found.begin)
+
+
+SCORES: Event = {"epoch": 0.0, "loss": 3.0, "metrics": {}, "samples": 9, "best": True}
+ON_DISK: Event = {"kind": "checkpoint", "path": "checkpoints/step", "bytes": 1, "best": True}
+
+
+def test_validation_and_checkpoints_before_the_first_step_are_no_part_of_the_start(tmp_path: Path) -> None:
+    """A validation of 50 s, a save of 4 s, and one of 3 s that is on disk, and told of, after the first step."""
+
+    def validated(events: list[Event]) -> list[Event]:
+        first = next(place for place, event in enumerate(events) if event["kind"] == "step")
+        at = {"attempt": 1, "time": events[first]["time"] - 0.1, "step": 0}
+        validation = {"kind": "validation", "seconds": 50.0, **SCORES, **at}
+        saved = {**ON_DISK, **at, "seconds": 4.0, "stall": 4.0}
+        later = {**ON_DISK, **at, "seconds": 3.1, "stall": 3.0, "time": events[first]["time"]}
+        late = {id(validation): 50.0, id(saved): 4.0, id(events[first]): 3.0}
+        told = [*events[:first], validation, saved, events[first], later, *events[first + 1 :]]
+        found = delayed(told, lambda event: late.get(id(event), 0.0))
+        found[first + 2]["seconds"] = 0.1  # the save was before it
+        return found
+
+    found, without = changed(tmp_path, PLAIN, validated), summary_of(tmp_path, PLAIN).spent
+    assert found.spent.starting == pytest.approx(10)
+    assert found.spent.validation == pytest.approx(without.validation + 50)
+    assert found.spent.checkpoints == pytest.approx(without.checkpoints + 7)
+    assert found.spent.whole == pytest.approx(found.end - found.begin) == pytest.approx(34.4 + 57)
+
+
+def test_an_attempt_without_steps_starts_until_it_validates(tmp_path: Path) -> None:
+    """Killed in its test after the last step, it goes on: 10 s to start, a validation of 100 s, a save of 20 s."""
+
+    def tested_again(events: list[Event]) -> list[Event]:
+        at, step = events[-1]["time"] + 30, {"attempt": 2, "step": 200}
+        status = {"kind": "status", "attempt": 2, "text": "building the model", "time": at}
+        validation = {"kind": "validation", "seconds": 100.0, **SCORES, **step, "time": at + 110}
+        saved = {**ON_DISK, **step, "seconds": 20.0, "stall": 20.0, "time": at + 130}
+        return [*events, status, validation, saved, {**events[-1], **step, "time": at + 130, "kind": "end"}]
+
+    found, without = changed(tmp_path, PLAIN, tested_again), summary_of(tmp_path, PLAIN).spent
+    assert found.spent.starting == pytest.approx(10 + 10)
+    assert found.spent.validation == pytest.approx(without.validation + 100)
+    assert found.spent.checkpoints == pytest.approx(without.checkpoints + 20)
+    assert found.spent.whole == pytest.approx(found.end - found.begin) == pytest.approx(34.4 + 30 + 130)
 
 
 def test_attempts_say_what_they_did_and_how_they_ended(tmp_path: Path) -> None:
@@ -166,6 +268,24 @@ def test_what_slurm_says_of_a_job_counts_where_the_run_says_nothing(tmp_path: Pa
     assert found.end - found.begin == pytest.approx(134.4)
 
 
+@pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED", "CANCELLED"])
+def test_steps_that_a_killed_job_had_not_saved_do_not_count(state: str, tmp_path: Path) -> None:
+    def killed(events: list[Event]) -> list[Event]:
+        job = {"kind": "job", "attempt": 1, "id": "4711", "time": BEGIN + 9e4, "state": state}
+        return [
+            *events,
+            {**job, "restart": 0, "nodes": "", "partition": "", "account": "", "exit_code": "", "reason": ""},
+        ]
+
+    nothing = changed(tmp_path, Made(steps=60, save_every=None, validate_every=None, ending="killed"), killed)
+    assert (nothing.state, nothing.saved_step, nothing.spent.goodput) == ("stopped", None, 0)
+    assert nothing.spent.repeated == pytest.approx(60 * 0.1)
+    some = changed(tmp_path, Made(steps=60, ending="killed"), killed)
+    assert some.spent.repeated == pytest.approx(10 * 0.1)
+    assert some.spent.steps == pytest.approx(50 * 0.1)
+    assert summary_of(tmp_path, replace(PLAIN, ending="stop")).spent.repeated == 0, "it has saved its last step"
+
+
 def test_speed_is_that_of_the_median_step(tmp_path: Path) -> None:
     found = summary_of(tmp_path, PLAIN)
     assert found.step_seconds == pytest.approx(0.1)
@@ -212,6 +332,26 @@ def test_a_loss_that_is_not_finite_and_stops_the_run_is_the_first_thing_to_chang
     first = advise(changed(tmp_path, PLAIN, stopped))[0]
     assert "a loss that is not finite" in first.text
     assert first.evidence == "The loss of step 201 is no finite number."
+
+
+def with_nan_from(events: list[Event], first: int) -> list[Event]:
+    """Losses that are no numbers, and nobody skips these steps."""
+    return [{**one, "loss": "NaN"} if one["kind"] == "step" and one["step"] >= first else one for one in events]
+
+
+def test_an_early_overflow_does_not_hide_that_nothing_is_learnt_any_more(tmp_path: Path) -> None:
+    made = replace(PLAIN, not_finite=(5,))
+    lost = changed(tmp_path, made, lambda events: with_nan_from(events, 20))
+    assert lost.diverged_step == 200
+    assert "nothing is learnt any more" in advise(lost)[0].text
+    assert advise(lost)[0].evidence == "The loss of step 200 is no finite number."
+    assert summary_of(tmp_path, made).diverged_step is None
+
+
+def test_a_last_step_that_was_skipped_says_nothing_about_the_weights(tmp_path: Path) -> None:
+    made = replace(PLAIN, not_finite=range(190, 201))
+    assert summary_of(tmp_path, made).diverged_step is None
+    assert changed(tmp_path, made, lambda events: with_nan_from(events, 189)).diverged_step == 189
 
 
 def test_without_a_peak_there_is_no_mfu_and_a_reason(tmp_path: Path) -> None:
@@ -417,6 +557,16 @@ def test_medians_leave_profiled_steps_out_also_where_these_are_most(tmp_path: Pa
     assert changed(tmp_path, replace(most, steps=5, profile=(5, 5), gpus=2), slow_before).step_seconds == (
         pytest.approx(0.1)
     )
+
+
+def test_medians_are_of_the_last_attempt_also_where_all_of_it_was_profiled(tmp_path: Path) -> None:
+    """Attempt 2 does steps 51 to 60, all of them profiled: 0.3 s each, where those of attempt 1 took 0.1 s."""
+    found = summary_of(tmp_path, replace(PROFILED, steps=60, fails_after=(50,), profile=(51, 60)))
+    assert found.step_seconds == pytest.approx(0.3)
+    assert found.items_per_second == pytest.approx(32 * 64 / 0.3)
+    assert found.mfu == pytest.approx(1e9 * 32 / 0.3 / 2e12)
+    assert found.is_profiled
+    assert not summary_of(tmp_path, PROFILED).is_profiled
 
 
 def test_samples_that_the_model_writes_are_part_of_validation(tmp_path: Path) -> None:

@@ -63,31 +63,34 @@ def restart_loop(summary: Summary) -> Found | None:
 
 
 def repeated_work(summary: Summary) -> Found | None:
-    """Steps that were done twice because the last checkpoint was old when a rank failed."""
+    """Steps that were done twice because the last checkpoint was old when a rank failed, or Slurm killed the job."""
     spent = summary.spent
     running = spent.whole - spent.stopped
-    failures = sum(attempt.state in ("failed", "lost") for attempt in summary.attempts)
-    if not failures or spent.repeated <= MOST_REPEATED * running or _loop(summary.attempts):
+    failed = [one for one in summary.attempts if one.state in ("failed", "lost")]
+    killed = [one for one in summary.attempts if one.state == "stopped" and one.unsaved > 0]
+    failures, end = len(failed + killed), "interruption" if killed else "failure"
+    repeated = sum(one.unsaved for one in failed + killed)
+    if not failures or repeated <= MOST_REPEATED * running or _loop(summary.attempts):
         return None
     evidence = (
-        f"{duration_text(spent.repeated)} of {duration_text(running)} ({percent(spent.repeated / running)}) were steps "
-        f"done again, or to be done again, after {failures} failure{'s' if failures > 1 else ''}, with "
+        f"{duration_text(repeated)} of {duration_text(running)} ({percent(repeated / running)}) were steps "
+        f"done again, or to be done again, after {failures} {end}{'s' if failures > 1 else ''}, with "
         f"{summary.checkpoints or 'no'} checkpoint{'s' if summary.checkpoints != 1 else ''}."
     )
     if not summary.checkpoints:
-        text = "Work is repeated after every failure, because nothing was saved: set save_every, or call run.save()."
-        return spent.repeated, Advice(text, evidence, "checkpoints")
+        text = f"Work is repeated after every {end}, because nothing was saved: set save_every, or call run.save()."
+        return repeated, Advice(text, evidence, "checkpoints")
     stall = summary.checkpoint_stalls / summary.checkpoints
     least = FEWEST_STEPS_BETWEEN_SAVES * (summary.step_seconds or 0.0)
     interval = max(least, daly(stall, running / failures))
     if spent.steps + spent.repeated < 1.5 * interval * summary.checkpoints:
         return None  # it saves about as often as that already
-    text = f"Work is repeated after failures: save more often, {_every(interval, summary)}."
+    text = f"Work is repeated after {end}s: save more often, {_every(interval, summary)}."
     evidence += (
-        f" A save stalls for {seconds_text(stall)} and a failure comes every {duration_text(running / failures)}: "
+        f" A save stalls for {seconds_text(stall)} and {end}s come every {duration_text(running / failures)}: "
         f"the best interval is {duration_text(interval)} (Daly)."
     )
-    return spent.repeated, Advice(text, evidence, "checkpoints")
+    return repeated, Advice(text, evidence, "checkpoints")
 
 
 def checkpoint_stalls(summary: Summary) -> Found | None:
@@ -164,12 +167,13 @@ def lost_steps(summary: Summary) -> Found | None:
             "samples that the alarm names, or use a smaller optimizer.lr."
         )
         return math.inf, Advice(text, f"The {summary.not_finite} is no finite number.", "events")
-    if summary.steps and not skipped and (summary.loss is None or not math.isfinite(summary.loss)):
+    if summary.diverged_step is not None:
         text = (
             "The loss is not finite, so that nothing is learnt any more: go on from an earlier checkpoint with a "
             "smaller optimizer.lr, or clip gradients."
         )
-        return summary.spent.steps, Advice(text, f"The loss of step {summary.steps} is no finite number.", "training")
+        evidence = f"The loss of step {summary.diverged_step} is no finite number."
+        return summary.spent.steps + summary.spent.repeated, Advice(text, evidence, "training")
     if skipped < max(LEAST_LOST_STEPS, MOST_LOST_STEPS * summary.steps) or summary.step_seconds is None:
         return None
     if summary.precision == "fp16":

@@ -89,6 +89,8 @@ class Attempt:
     job: str = ""
     job_state: str = ""
     """Where Slurm says that the job of this attempt is over."""
+    saved_step: int = 0
+    """Of the last checkpoint that it wrote."""
     done_until: float = 0.0
     """When the last step ended, or what came after it."""
     in_steps: float = 0.0
@@ -99,6 +101,8 @@ class Attempt:
     """All ranks waited for traces to be written."""
     profiled: set[tuple[int, int]] = field(default_factory=set)
     """First and last steps that were recorded."""
+    before_steps: float = 0.0
+    """Of validation, stalls and profiling, what came before its first step."""
     told_seconds: float = 0.0
     """How long the steps were of which the ranks have told, and how much of it was what: means over ranks."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -121,8 +125,15 @@ class Attempt:
 
     @property
     def accounted(self) -> float:
-        """Seconds that its events account for, after it has started."""
+        """Seconds that its events account for: all but starting, and what nobody tells of."""
         return self.in_steps + self.stalls + self.validation + self.profiling
+
+    @property
+    def starting(self) -> float:
+        """Seconds until its first step began, or it ended without one, less those of validation and checkpoints."""
+        if self.first_step is None:
+            return max(0.0, self.seconds - self.accounted)
+        return max(0.0, self.first_done - self.first_seconds - self.begin - self.before_steps)
 
     def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
         """How it ended, or that it still runs."""
@@ -133,7 +144,7 @@ class Attempt:
             return OVER[self.job_state]
         return "running" if is_last and not silent else "lost"
 
-    def summary(self, now: float, step_seconds: float, *, is_last: bool) -> AttemptSummary:
+    def summary(self, now: float, step_seconds: float, unsaved: float, *, is_last: bool) -> AttemptSummary:
         """For those who only want to know."""
         state = self.stands(now, step_seconds, is_last=is_last)
         why = self.why
@@ -152,4 +163,5 @@ class Attempt:
             last_step=self.last_step,
             why=why,
             job=self.job,
+            unsaved=unsaved,
         )

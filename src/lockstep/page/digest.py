@@ -211,6 +211,7 @@ class Digest:
         self.steps.add(attempt.number, row)
         self._newest = attempt.number
         if attempt.first_step is None:
+            attempt.before_steps = attempt.accounted
             attempt.first_step, attempt.first_done, attempt.first_seconds = step, self._time, seconds
         attempt.last_step, attempt.done_until = step, self._time
         attempt.in_steps += seconds
@@ -258,13 +259,16 @@ class Digest:
         self._say("good", "test", f"test loss {loss_text(loss)} with the weights of step {step}", step)
 
     def _take_checkpoint(self, event: Fields) -> None:
-        step, size = whole(event, "step"), whole(event, "bytes")
+        attempt, step, size = self._attempt, whole(event, "step"), whole(event, "bytes")
         seconds, stall, best = finite(event, "seconds"), finite(event, "stall"), event.get("best") is True
         path = text(event, "path", 120)
-        self.saved.append(Saved(self._time, self._attempt.number, step, path, seconds, stall, size, best))
+        self.saved.append(Saved(self._time, attempt.number, step, path, seconds, stall, size, best))
         self.saving.add(step, seconds)
         self.stalling.add(step, stall)
-        self._attempt.stalls += stall
+        attempt.saved_step = step
+        attempt.stalls += stall
+        if attempt.first_step is not None and step < attempt.first_step:
+            attempt.before_steps += stall  # written in the background, and told of when it was on disk
         self.checkpoints, self.stalls, self.largest = self.checkpoints + 1, self.stalls + stall, max(self.largest, size)
         self._say("info", "checkpoint", f"{path} is on disk after {seconds_text(seconds)}", step)
 

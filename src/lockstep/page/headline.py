@@ -242,6 +242,8 @@ def _which_steps(summary: Summary) -> str:
     last = next((one for one in reversed(summary.attempts) if one.last_step is not None), None)
     if last is not None and last.first_step == last.last_step:
         return "the only step of the last attempt, with its warm-up"
+    if summary.is_profiled:
+        return "the median of the last attempt, all of whose steps a profiler slowed down"
     left_out = "warm-up and profiled steps" if summary.spent.profiling else "warm-up"
     return f"the median of the last attempt, {left_out} left out"
 

@@ -36,7 +36,7 @@ SPENT = {
     "checkpoints": "the training waited for them",
     "profiling": "writing traces, and what profiled steps took longer than others",
     "repeated": "done again after a restart, to be done again because they were not saved, taken back, or skipped",
-    "starting": "processes, model, checkpoint, and what the first step took longer than others",
+    "starting": "processes, model, loading a checkpoint, and what the first step took longer than others",
     "stopped": "between attempts: in a queue, or until somebody started it again",
     "other": "no event accounts for it",
 }

@@ -25,6 +25,8 @@ class AttemptSummary:
     """How it ended, in a sentence: that of its failure, or of its stop."""
     job: str = ""
     """The Slurm job it ran in."""
+    unsaved: float = 0.0
+    """Seconds in steps that were done again, or are to be, because it ended before it had saved them."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class TimeSpent:
     checkpoints: float = 0.0
     """The training waited for them."""
     repeated: float = 0.0
-    """In steps that were done again after a restart, or are to be where a run failed, or taken back, or skipped."""
+    """In steps that were done again after a restart, or are to be as nobody saved them, or taken back, or skipped."""
     starting: float = 0.0
-    """From the start of an attempt to its first step: processes, model, checkpoint, compiling."""
+    """From the start of an attempt to its first step: processes, model, checkpoint, compiling; no validation."""
     stopped: float = 0.0
     """Between two attempts: in a queue, or until somebody started it again."""
     profiling: float = 0.0
@@ -185,7 +187,9 @@ class Summary:
     best_step: int | None = None
     test_loss: float | None = None
     step_seconds: float | None = None
-    """The median step of the last attempt, warm-up left out."""
+    """The median step of the last attempt, warm-up left out, and profiled steps where there are others."""
+    is_profiled: bool = False
+    """A profiler slowed all steps of the last attempt down, so that the median is of these."""
     items_per_second: float | None = None
     """Items of a step over its seconds, at the median step: does not depend on how the batch is split."""
     items: int = 0
@@ -233,6 +237,8 @@ class Summary:
     """Samples; of the last attempt, as it was chosen while running."""
     not_finite: str = ""
     """What was not finite, where the last attempt stopped because of that: "loss of step 20"."""
+    diverged_step: int | None = None
+    """The last step that was not skipped, where its loss is not finite: nothing is learnt any more."""
 
 
 def fullest_rank(summary: Summary) -> tuple[RankSummary, int] | None:

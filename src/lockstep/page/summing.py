@@ -24,6 +24,22 @@ PARTS = {"input": "input", "wait": "communication", "optimizer": "optimizer", "b
 
 
 @dataclass(frozen=True)
+class InSteps:
+    """Seconds in the steps of an attempt; all but `unsaved` together are all of them."""
+
+    warm_up: float
+    """What the first one took longer than others."""
+    slowed: float
+    """What profiled ones took longer than others."""
+    lasting: float
+    """The rest, in steps whose result was kept."""
+    repeated: float
+    """The rest, in all others."""
+    unsaved: float
+    """Of these, in steps that were neither skipped nor taken back, but not saved before the attempt ended."""
+
+
+@dataclass(frozen=True)
 class Efficiency:
     """How much of what the devices can do was done."""
 
@@ -52,9 +68,13 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     began = [attempt for attempt in attempts if math.isfinite(attempt.begin)]
     started = next((one.started for one in reversed(attempts) if one.started), None)
     profiled = profiled_steps(columns, attempts)
-    usual = ~profiled if profiled.any() and not profiled.all() else slice(None)
-    step_seconds, rate = typical(columns.where(usual))
-    told = [one.summary(now, step_seconds or 0.0, is_last=one is began[-1]) for one in began]
+    step_seconds, rate, is_profiled = typical(columns, profiled)
+    state = began[-1].stands(now, step_seconds or 0.0, is_last=True) if began else _state_before(changed, now)
+    lasting = lasting_steps(digest, columns, state)
+    in_steps = {one.number: seconds_in_steps(columns, profiled, lasting, one) for one in began}
+    told = [
+        one.summary(now, step_seconds or 0.0, in_steps[one.number].unsaved, is_last=one is began[-1]) for one in began
+    ]
     begin = digest.first_time if digest.events else changed or now
     end = max((one.end for one in began), default=begin)
     efficiency = _efficiency(digest, step_seconds)
@@ -65,7 +85,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     on_cpus = started is None or started.device == "cpu"  # a process holds much besides its tensors
     return Summary(
         name=started.run if started and started.run else name,
-        state=told[-1].state if told else _state_before(changed, now),
+        state=state,
         layout=started.layout if started else "",
         world_size=started.world_size if started else 0,
         nodes=started.nodes if started else 0,
@@ -78,12 +98,13 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         begin=begin,
         end=end,
         attempts=told,
-        spent=time_spent(digest, columns, profiled, began, end - begin, told[-1].state if told else "running"),
+        spent=time_spent(began, in_steps, begin, end),
         loss=float(kept.loss[-1]) if finite_losses else None,
         best_step=best[0],
         best_loss=best[1],
         test_loss=digest.test[1] if digest.test and math.isfinite(digest.test[1]) else None,
         step_seconds=step_seconds,
+        is_profiled=is_profiled,
         items_per_second=rate,
         items=int(_total(counted.items)),
         padding=int(_total(counted.padding)),
@@ -115,6 +136,7 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
         global_batch=started.global_batch if started else None,
         micro_batch=digest.micro_batch or (started.micro_batch if started else None),
         not_finite=digest.not_finite,
+        diverged_step=int(counted.step[-1]) if len(counted) and not math.isfinite(counted.loss[-1]) else None,
     )
 
 
@@ -139,44 +161,54 @@ def profiled_steps(columns: Columns, attempts: Sequence[Attempt]) -> Array:
     return mask
 
 
-def typical(columns: Columns) -> tuple[float | None, float | None]:
-    """Seconds, and items a second, of the median step of the last attempt that did any."""
+def typical(columns: Columns, profiled: Array) -> tuple[float | None, float | None, bool]:
+    """Seconds, and items a second, of the median step of the last attempt that did any.
+
+    Profiled ones count only where there are no others; the last value says whether it is so.
+    """
     if not len(columns):
-        return None, None
-    last = columns.where(columns.attempt == columns.attempt[-1])
-    warm = last.where(np.arange(len(last)) >= min(WARM_UP, len(last) - 1))
+        return None, None, False
+    last = _rows(columns, int(columns.attempt[-1]))
+    is_profiled = bool(profiled[last].all())
+    steps = columns.where(last).where(slice(None) if is_profiled else ~profiled[last])
+    warm = steps.where(np.arange(len(steps)) >= min(WARM_UP, len(steps) - 1))
     seconds = float(np.median(warm.seconds))
     with np.errstate(all="ignore"):
         rates = warm.items / warm.seconds
     rates = rates[np.isfinite(rates)]
-    return seconds, float(np.median(rates)) if len(rates) else None
+    return seconds, float(np.median(rates)) if len(rates) else None, is_profiled
 
 
-def time_spent(
-    digest: Digest, columns: Columns, profiled: Array, attempts: Sequence[Attempt], whole: float, state: State
-) -> TimeSpent:
-    """Where the time went. What no event accounts for is `other`, so that all of it together is the whole time."""
-    spent = dict.fromkeys(vars(TimeSpent()), 0.0)
-    kept = columns.kept & (columns.skipped == 0)
-    if state in ("failed", "lost"):  # what it had not saved is to be done again
-        kept &= columns.step <= (digest.saved[-1].step if digest.saved else 0)
-    end_before = digest.first_time
-    for attempt in attempts:
-        own = columns.attempt == attempt.number
-        seconds = columns.seconds[own]
-        excess = _warm_up(seconds)
-        slowed = _slowed(seconds, profiled[own], kept[own])
-        starting = attempt.first_done - attempt.first_seconds - attempt.begin
-        spent["starting"] += max(0.0, starting) + excess if len(seconds) else attempt.seconds
-        spent["repeated"] += float(columns.seconds[own & ~kept].sum())
-        _share_out(spent, attempt, float(columns.seconds[own & kept].sum()), excess + slowed)
-        spent["validation"] += attempt.validation
-        spent["checkpoints"] += attempt.stalls
-        spent["profiling"] += attempt.profiling + slowed
-        spent["stopped"] += max(0.0, attempt.begin - end_before)
-        end_before = max(end_before, attempt.end)
-    spent["other"] = max(0.0, whole - sum(spent.values()))
-    return TimeSpent(**spent)
+def lasting_steps(digest: Digest, columns: Columns, state: State) -> Array:
+    """Which steps changed the weights for good: where a run ended early, what it had not saved is to be done again."""
+    lasting: Array = columns.kept & (columns.skipped == 0)
+    if state not in ("finished", "running") and len(columns):
+        last = digest.attempts[int(columns.attempt[-1])]  # kept steps of others are saved: it went on from there
+        lasting &= (columns.attempt != last.number) | (columns.step <= last.saved_step)
+    return lasting
+
+
+def seconds_in_steps(columns: Columns, profiled: Array, lasting: Array, attempt: Attempt) -> InSteps:
+    """Where the time in the steps of an attempt went; every second is in one place."""
+    own = _rows(columns, attempt.number)
+    steps, profiled, lasting = columns.where(own), profiled[own], lasting[own]
+    warm_up, slowed = _warm_up(steps.seconds), _slowed(steps.seconds, profiled)
+    usual = steps.seconds - slowed
+    usual[:1] -= warm_up
+    unsaved = steps.kept & (steps.skipped == 0) & ~lasting & (steps.step > attempt.saved_step)
+    return InSteps(
+        warm_up=warm_up,
+        slowed=float(slowed.sum()),
+        lasting=float(usual[lasting].sum()),
+        repeated=float(usual[~lasting].sum()),
+        unsaved=float(usual[unsaved].sum()),
+    )
+
+
+def _rows(columns: Columns, attempt: int) -> slice:
+    """The steps of an attempt lie together: what it tells after a later one has begun is left out."""
+    begin, end = np.searchsorted(columns.attempt, [attempt, attempt + 1])
+    return slice(int(begin), int(end))
 
 
 def _warm_up(seconds: Array) -> float:
@@ -184,17 +216,36 @@ def _warm_up(seconds: Array) -> float:
     return max(0.0, float(seconds[0] - np.median(seconds[1:]))) if len(seconds) > 1 else 0.0
 
 
-def _slowed(seconds: Array, profiled: Array, kept: Array) -> float:
-    """What profiled steps took longer than the median of the others."""
-    if not profiled.any() or profiled.all():
-        return 0.0
-    more = np.where(profiled & kept, seconds - np.median(seconds[~profiled]), 0.0)
-    return float(np.maximum(more[1:], 0.0).sum())  # the first one is slow by itself
+def _slowed(seconds: Array, profiled: Array) -> Array:
+    """What each profiled step took longer than the median of the others; the first one is slow by itself."""
+    slowed = np.zeros(len(seconds))
+    if profiled.any() and not profiled.all():
+        slowed[profiled] = np.maximum(seconds[profiled] - np.median(seconds[~profiled]), 0.0)
+        slowed[0] = 0.0
+    return slowed
 
 
-def _share_out(spent: dict[str, float], attempt: Attempt, in_steps: float, excess: float) -> None:
+def time_spent(attempts: Sequence[Attempt], in_steps: dict[int, InSteps], begin: float, end: float) -> TimeSpent:
+    """Where the time went. What no event accounts for is `other`, so that all of it together is the whole time."""
+    spent = dict.fromkeys(vars(TimeSpent()), 0.0)
+    end_before = begin
+    for attempt in attempts:
+        steps = in_steps[attempt.number]
+        spent["starting"] += attempt.starting + steps.warm_up
+        spent["repeated"] += steps.repeated
+        _share_out(spent, attempt, steps.lasting)
+        spent["validation"] += attempt.validation
+        spent["checkpoints"] += attempt.stalls
+        spent["profiling"] += attempt.profiling + steps.slowed
+        spent["stopped"] += max(0.0, attempt.begin - end_before)
+        end_before = max(end_before, attempt.end)
+    spent["other"] = max(0.0, end - begin - sum(spent.values()))
+    return TimeSpent(**spent)
+
+
+def _share_out(spent: dict[str, float], attempt: Attempt, in_steps: float) -> None:
     """The time in steps that count, by what the ranks say of a mean step: all of it useful where they say nothing."""
-    left = in_steps = max(0.0, in_steps - excess)
+    left = in_steps
     for part, name in PARTS.items():
         share = attempt.parts.get(part, 0.0) / attempt.told_seconds if attempt.told_seconds > 0 else 0.0
         taken = min(left, in_steps * share)
