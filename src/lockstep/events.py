@@ -25,12 +25,37 @@ from lockstep.errors import UserError, unknown
 
 Event: TypeAlias = dict[str, Any]
 
-# A field is of a type, of one of several types, or an object with fields of its own.
-Shape: TypeAlias = "type | UnionType | Mapping[str, Shape]"
+# A field is of a type, of one of several types, an object with fields of its own, or a list of what stands in [].
+Shape: TypeAlias = "type | UnionType | Mapping[str, Shape] | list[Shape]"
 
 NUMBER = int | float
 NUMBER_OR_NULL = int | float | None
 METRICS: Shape = {"*": {"sum": NUMBER, "count": NUMBER, "value": NUMBER}}
+
+GPU: Shape = {
+    "index": int,
+    "name": str,
+    "busy": NUMBER_OR_NULL,
+    "memory": NUMBER_OR_NULL,
+    "memory_total": NUMBER_OR_NULL,
+    "watts": NUMBER_OR_NULL,
+    "celsius": NUMBER_OR_NULL,
+    "ranks": [int],
+}
+HOST: Shape = {
+    "host": str,
+    "cores": int,
+    "cpu": NUMBER_OR_NULL,
+    "memory": NUMBER_OR_NULL,
+    "memory_total": NUMBER_OR_NULL,
+    "sent": NUMBER_OR_NULL,
+    "received": NUMBER_OR_NULL,
+    "read": NUMBER_OR_NULL,
+    "written": NUMBER_OR_NULL,
+    "watts": NUMBER_OR_NULL,
+    "joules": NUMBER_OR_NULL,
+    "gpus": [GPU],
+}
 
 COMPARED: Shape = {"predicted": NUMBER, "measured": NUMBER_OR_NULL, "error": NUMBER_OR_NULL}
 
@@ -109,16 +134,25 @@ SCHEMA: Mapping[str, Mapping[str, Shape]] = {
         "step": int,
         "steps": int,
         "seconds": NUMBER,
-        "input": list,
-        "compute": list,
-        "optimizer": list,
-        "between": list,
-        "wait": list,
-        "samples": list,
-        "memory": list,
-        "hosts": list,
+        "input": [NUMBER],
+        "compute": [NUMBER],
+        "optimizer": [NUMBER],
+        "between": [NUMBER],
+        "wait": [NUMBER],
+        "samples": [int],
+        "memory": [int],
+        "hosts": [str],
     },
-    "machine": {"step": int, "hosts": list, "ranks": {"cores": list, "memory": list, "threads": list, "workers": list}},
+    "machine": {
+        "step": int,
+        "hosts": [HOST],
+        "ranks": {
+            "cores": [NUMBER_OR_NULL],
+            "memory": [NUMBER_OR_NULL],
+            "threads": [int | None],
+            "workers": [int | None],
+        },
+    },
     "timetable": {"step": int, "seconds": NUMBER, "busy": list, "lanes": list},
     "flops": {"per_sample": NUMBER_OR_NULL, "by": {"*": NUMBER}, "peak": NUMBER_OR_NULL, "source": str, "reason": str},
     "settings": {"text": str},
@@ -189,7 +223,7 @@ CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = {
 _PLAIN: Mapping[Any, Mapping[str, frozenset[type]]] = {
     kind: {name: frozenset(get_args(shape) or (shape,)) for name, shape in {**COMMON, **fields}.items()}
     for kind, fields in SCHEMA.items()
-    if not any(isinstance(shape, Mapping) for shape in fields.values())
+    if not any(isinstance(shape, Mapping | list) for shape in fields.values())
     and "*" not in fields
     and kind not in {choice for choice, _ in CHOICES}
 }
@@ -204,16 +238,19 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-def validate(event: Event) -> None:
-    """Refuse an event outside the schema, naming the field that is missing, unknown or of the wrong type."""
-    kind = event.get("kind")
+def validate(event: Event, *, of_any_version: bool = False) -> None:
+    """Refuse an event outside the schema, naming the field that is missing, unknown or of the wrong type.
+
+    Where it may be `of_any_version`, kinds, fields and choices that a later one has added are fine.
+    """
+    kind = str(event.get("kind"))
     if _is_plainly_right(event, _PLAIN.get(kind)):  # most are, and there is one of every step
         return
-    if not isinstance(kind, str) or kind not in SCHEMA:
-        raise unknown("event kind", str(kind), SCHEMA)
-    _check(event, {**COMMON, **SCHEMA[kind]}, kind, "")
+    if kind not in SCHEMA and not of_any_version:
+        raise unknown("event kind", kind, SCHEMA)
+    _check(event, {**COMMON, **SCHEMA.get(kind, {})}, kind, "", of_any_version)
     for (choice_kind, field), options in CHOICES.items():
-        if kind == choice_kind and event[field] not in options:
+        if kind == choice_kind and event[field] not in options and not of_any_version:
             raise unknown(f"{field} of the {kind} event", event[field], options)
 
 
@@ -224,23 +261,39 @@ def _is_plainly_right(event: Event, plain: Mapping[str, frozenset[type]] | None)
     return all(type(event.get(name, validate)) in types for name, types in plain.items())
 
 
-def _check(value: object, shape: Shape, kind: str, field: str) -> None:
-    types = (dict,) if isinstance(shape, Mapping) else get_args(shape) or (shape,)
+def _check(value: object, shape: Shape, kind: str, field: str, of_any_version: bool) -> None:
+    types = _types(shape)
     # To Python True is an int; to other readers of the file it is not a number.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         wanted = " or ".join("null" if one is NoneType else one.__name__ for one in types)
         cause = f"the field {field!r} of the {kind} event is of type {type(value).__name__}"
         raise UserError(cause, f"make it {wanted}")
+    prefix = field + "." if field else ""
+    if isinstance(shape, list) and isinstance(value, list) and not _are_plainly(value, shape[0]):
+        for place, item in enumerate(value):
+            _check(item, shape[0], kind, f"{prefix}{place}", of_any_version)
     if not isinstance(shape, Mapping) or not isinstance(value, dict):
         return
-    prefix = field + "." if field else ""
     for name in shape:
         if name != "*" and name not in value:
             raise UserError(f"the {kind} event has no field {prefix + name!r}", "add it: it is always there")
     for name, item in value.items():
-        if name not in shape and "*" not in shape:
+        if name in shape or "*" in shape:
+            _check(item, shape[name] if name in shape else shape["*"], kind, prefix + str(name), of_any_version)
+        elif not of_any_version:
             raise unknown(f"field of the {kind} event", prefix + str(name), [prefix + known for known in shape])
-        _check(item, shape[name] if name in shape else shape["*"], kind, prefix + str(name))
+
+
+def _types(shape: Shape) -> tuple[type, ...]:
+    """What Python makes of a field of this shape."""
+    if isinstance(shape, Mapping):
+        return (dict,)
+    return (list,) if isinstance(shape, list) else get_args(shape) or (shape,)
+
+
+def _are_plainly(values: list[Any], shape: Shape) -> bool:
+    """Whether all are of exactly one of the types of a shape that is nothing but types; of every rank there is one."""
+    return not isinstance(shape, Mapping | list) and set(map(type, values)) <= set(_types(shape))
 
 
 class EventLog:
@@ -341,18 +394,21 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
 
 
 def events_from(path: Path, offset: int) -> Iterator[tuple[int, Event | None]]:
-    """What is in a log behind an offset, each event with the offset behind it; None for a line that is no event.
+    """What is in a log behind an offset, each event with the offset behind it; None for a line that cannot be read.
 
-    For readers that come back for more, and that rather miss a damaged line than all that follows. Where there is no
-    file yet there is nothing in it.
+    For readers that come back for more, and that rather miss a damaged line than all that follows: every event that
+    they get has the fields of its kind, each of its type. Where there is no file yet there is nothing in it.
     """
     try:
         for line in _complete_lines(path, offset):
             offset += len(line)
             try:
-                yield offset, _parse(line, path, 0)
+                event = _parse(line, path, 0)
+                validate(event, of_any_version=True)
             except UserError:
                 yield offset, None
+            else:
+                yield offset, event
     except FileNotFoundError:
         return
 
@@ -370,9 +426,9 @@ def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:
 def _parse(line: bytes, path: Path, number: int) -> Event:
     try:
         event = parsed(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
-    if not isinstance(event, dict) or not COMMON.keys() <= event.keys():
+    if not isinstance(event, dict) or not COMMON.keys() <= event.keys() or not isinstance(event["kind"], str):
         raise UserError(
             f"line {number} of {path} is not an event",
             "the file was damaged after it was written; restore it, or delete that line to read the rest",
@@ -412,6 +468,8 @@ def without_non_finite(value: Any) -> Any:
 def _with_non_finite(value: Any, shape: Shape | None) -> Any:
     if isinstance(shape, Mapping) and isinstance(value, dict):
         return {name: _with_non_finite(item, shape.get(name, shape.get("*"))) for name, item in value.items()}
+    if isinstance(shape, list) and isinstance(value, list) and not _are_plainly(value, shape[0]):
+        return [_with_non_finite(item, shape[0]) for item in value]
     if shape in (NUMBER, NUMBER_OR_NULL) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     return value

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.events import SCHEMA, Event, EventLog, follow_events, read_events, validate
+from lockstep.events import SCHEMA, Event, EventLog, events_from, follow_events, read_events, validate
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 EXAMPLES: dict[str, Event] = {
@@ -93,6 +93,11 @@ def test_the_page_can_be_read_in_one_sitting():
         ("message", {"level": "error"}, "'error'"),
         ("stop", {"reason": "bored"}, "'bored'"),
         ("config", {"micro_batch": [8]}, "'micro_batch'"),
+        ("ranks", {"wait": None}, "'wait'"),
+        ("ranks", {"input": [0.001, "long"]}, "'input.1'"),
+        ("ranks", {"samples": [True, 784]}, "'samples.0'"),
+        ("machine", {"hosts": [{**EXAMPLES["machine"]["hosts"][0], "gpus": [{"index": 0}]}]}, "'hosts.0.gpus.0.name'"),
+        ("status", {"kind": []}, "'[]'"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(kind: str, change: Event, named: str):
@@ -267,7 +272,19 @@ def test_a_full_disk_leaves_whole_lines_only(path: Path, monkeypatch: pytest.Mon
     assert texts(path) == ["one", "three"]
 
 
-@pytest.mark.parametrize("damage", [b'{"time": 1, "ki', b"\0\0\0", b"[]", b'{"kind": "status"}', b"", b"\xff"])
+DAMAGES = {
+    "torn": b'{"time": 1, "ki',
+    "zeros": b"\0\0\0",
+    "list": b"[]",
+    "no time": b'{"kind": "status"}',
+    "empty": b"",
+    "no text": b"\xff",
+    "kind is a list": b'{"time": 1, "kind": [], "attempt": 1, "text": "two"}',
+    "deep": b'{"time": 1, "kind": "status", "attempt": 1, "text": ' + 5000 * b"[" + 5000 * b"]" + b"}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_line_in_the_middle_is_named(path: Path, damage: bytes):
     write_statuses(path, "one", "two", "three")
     lines = path.read_bytes().splitlines()
@@ -289,6 +306,31 @@ def test_kinds_and_fields_of_a_later_version_can_be_read(path: Path):
         file.write('{"time": 1.0, "kind": "weather", "attempt": 1, "sky": "NaN"}\n')
         file.write('{"time": 1.0, "kind": "status", "attempt": 1, "text": "two", "urgent": true}\n')
     assert [event["kind"] for event in read_events(path)] == ["status", "weather", "status"]
+
+
+def test_a_reader_that_comes_back_gets_whole_events_only(path: Path):
+    """What a later version has added is fine; a line that is damaged, or lacks a field, costs nothing but itself."""
+    write_statuses(path, "one")
+    status = '{"time": 1.0, "kind": "status", "attempt": 1'
+    with path.open("a") as file:
+        file.write('broken\n{"time": 1.0, "kind": "weather", "attempt": 1}\n')
+        file.write(f'{status}}}\n{status}, "text": 2}}\n{status}, "text": "two", "urgent": true}}\n')
+        file.write('{"time": 1.0, "kind": "message", "attempt": 1, "level": "error", "text": "three"}\n')
+        file.write('{"time": "noon", "kind": "weather", "attempt": 1}\n')
+    found = list(events_from(path, 0))
+    assert [event and event.get("text", event["kind"]) for _, event in found] == [
+        *("one", None, "weather", None, None, "two", "three", None),
+    ]
+    assert list(events_from(path, found[4][0])) == found[5:]
+
+
+def test_numbers_that_json_has_not_come_back_inside_of_lists(path: Path):
+    log = EventLog(path, attempt=1)
+    log.emit(**{**EXAMPLES["ranks"], "wait": [math.inf, 0.007]})
+    log.close()
+    [(_, event)] = events_from(path, 0)
+    assert event is not None
+    assert event["wait"] == [math.inf, 0.007]
 
 
 # Following

@@ -101,6 +101,52 @@ def test_a_damaged_line_and_an_unknown_event_are_passed_over(tmp_path: Path, mon
     assert told(tmp_path, monkeypatch).steps("Loss/Train") == list(range(1, 11))
 
 
+def test_an_event_that_lacks_a_number_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spoilt = [dict(event) for event in run_events(Made(steps=10))]
+    del next(event for event in spoilt if event["kind"] == "step" and event["step"] == 4)["lr"]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in spoilt))
+    notebook = told(tmp_path, monkeypatch)
+    assert notebook.steps("Loss/Train") == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert notebook.ending == "finished"
+
+
+@pytest.mark.parametrize(("ending", "how"), [("end", "finished"), ("failed", "failed"), ("stop", "stopped")])
+def test_how_a_run_ended_is_told_also_where_that_takes_two_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, how: Ending
+):
+    def fail(_notebook: Notebook, _how: Ending) -> None:
+        raise ConnectionError("the network is down")
+
+    write_run(tmp_path, Made(steps=10, ending=ending))
+    with monkeypatch.context() as patch:
+        patch.setattr(Notebook, "finish", fail)
+        with pytest.raises(ConnectionError):
+            told(tmp_path, patch)
+    again = told(tmp_path, monkeypatch)
+    assert (again.points, again.ending) == ([], how)
+
+
+def test_a_run_that_goes_on_after_it_ended_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_run(tmp_path, Made(steps=10))
+    assert told(tmp_path, monkeypatch).ending == "finished"
+    events = [*run_events(Made(steps=10)), *run_events(Made(steps=10, ending="killed"))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert told(tmp_path, monkeypatch).ending == "stopped"
+
+
+def test_a_later_try_still_knows_what_mfu_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a sample costs is told once, before the first step; ranks tell their times at step 5, then every second."""
+    write_run(tmp_path, Made(steps=30, per_sample=1e9, peak=1e12, tell_every=1.0))
+    lines = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    cut = next(number for number, line in enumerate(lines) if json.loads(line).get("step") == 10)
+    (tmp_path / "events.jsonl").write_text("".join(lines[:cut]))
+    assert told(tmp_path, monkeypatch).steps("MFU") == [5]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    after = told(tmp_path, monkeypatch)
+    assert after.steps("MFU") == after.steps("Time/Compute")
+    assert after.steps("MFU")[-1] == 30
+
+
 def test_a_package_that_is_not_there_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,10 @@ def watched(made: Made, until: str = "", extra: tuple[Any, ...] = ()) -> Watched
 def lines(run: Watched, now: float | None = None, screen: Screen | None = None, **more: Any) -> list[str]:
     at = run.last_time if now is None else now
     return [line.plain for line in view("runs/made", run, at or 0.0, screen or Screen(100), **more)]
+
+
+def last_of(kind: str, made: Made) -> dict[str, Any]:
+    return [event for event in run_events(made) if event["kind"] == kind][-1]
 
 
 def test_a_run_that_has_not_begun_is_waited_for():
@@ -87,6 +93,12 @@ def test_a_gpu_that_nobody_uses_is_named():
     shown = lines(watched(Made(steps=5, ranks=1, gpus=2)))
     assert "GPU 0  █████████░  90 %  60 GB of 150 GB  300 W" in shown
     assert "GPU 1  ░░░░░░░░░░   0 %  500 MB of 150 GB  60 W  no rank uses it" in shown
+
+
+def test_how_busy_a_host_is_and_how_much_of_it_is_the_runs_are_told_apart():
+    """The share is that of all its cores, of which the run may use a few."""
+    shown = lines(watched(Made(steps=5, ranks=1, cores=8)))
+    assert "CPUs of node1  12 % busy  10 GB of 64 GB  the run may use 8 cores" in shown
 
 
 def test_a_failure_a_restart_and_the_end_are_told_apart():
@@ -164,12 +176,28 @@ def test_of_a_step_that_is_done_again_the_later_loss_counts():
 def test_what_cannot_be_read_is_counted_and_hostile_text_is_harmless():
     hostile = {"time": LATER, "kind": "message", "attempt": 1, "level": "warning", "text": "a\x1b[2Jb\nc [bold]"}
     strange = {"time": LATER, "kind": "weather", "attempt": 1}
-    other_version = {"time": LATER, "kind": "step", "attempt": 1, "step": "seven"}
-    run = watched(Made(steps=5), extra=(hostile, strange, other_version, None))
+    run = watched(Made(steps=5), extra=(hostile, strange, None, None))
     shown = lines(run)
     assert "warning: a [2Jb c [bold]" in shown
     assert shown[-1] == "2 lines of the log could not be read"
     assert "\x1b" not in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "line"),
+    [
+        ("ranks", {"compute": []}, ""),
+        ("ranks", {"wait": [0.01]}, "1 rank, 100 ms a step   █ compute ▒ input ░ wait"),
+        ("ranks", {"compute": [float("inf")] * 4}, "4 ranks, 100 ms a step   █ compute ▒ input ░ wait"),
+        ("step", {"step": 4, "seconds": float("inf")}, "runs/made  running  step 4/5 (80 %)  inf left"),
+    ],
+)
+def test_strange_numbers_are_shown_as_far_as_they_go(kind: str, change: dict[str, Any], line: str):
+    made = Made(steps=5, ending="killed")
+    run = watched(made, extra=({**last_of(kind, made), **change},))
+    shown = lines(run)
+    assert line in shown or not line
+    assert len(lines(run, screen=Screen(80, 12))) <= 12
 
 
 # The command
@@ -184,6 +212,45 @@ def test_once_shows_the_state_and_says_by_its_code_whether_the_run_failed(tmp_pa
     assert "steps      100 of 100 in" in done.stdout
     assert "\x1b" not in done.stdout
     assert in_this_process(tmp_path, "watch", "runs/bad", "--once").returncode == 1
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda event: event.pop(name)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "ranks without lists": ("ranks", without("compute")),
+    "ranks that did text": ("ranks", lambda event: event.update(compute=["long"])),
+    "start without nodes": ("start", without("nodes")),
+    "host without GPUs": ("machine", lambda event: event["hosts"][0].pop("gpus")),
+    "checkpoint without bytes": ("checkpoint", without("bytes")),
+    "validation without metrics": ("validation", without("metrics")),
+    "metric of text": ("metric", lambda event: event["values"].update(temperature="high")),
+    "step of text": ("step", lambda event: event.update(step="seven")),
+    "kind that is a list": ("step", lambda event: event.update(kind=[])),
+    "time of text": ("status", lambda event: event.update(time="noon")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_line_that_lacks_something_is_passed_over_counted_and_named(tmp_path: Path, damage: str):
+    kind, spoil = DAMAGES[damage]
+    made = Made(steps=50, metrics=True, gpus=1)
+    event = last_of(kind, made)
+    spoil(event)
+    write_run(tmp_path / "runs" / "lm", made, more=[json.dumps(event) + "\n"])
+    for arguments in (["--once"], []):
+        done = in_this_process(tmp_path, "watch", "runs/lm", *arguments)
+        assert done.returncode == 0
+        assert "1 line of the log could not be read" in done.stdout.splitlines()
+        assert "run        made, finished" in done.stdout.splitlines()
+
+
+def test_a_line_that_is_nested_too_deeply_is_passed_over(tmp_path: Path):
+    write_run(tmp_path / "runs" / "lm", Made(steps=5), more=["[" * 5000 + "]" * 5000 + "\n"])
+    done = in_this_process(tmp_path, "watch", "runs/lm", "--once")
+    assert done.returncode == 0
+    assert "1 line of the log could not be read" in done.stdout.splitlines()
 
 
 def test_a_pipe_gets_the_lines_of_the_console_and_ends_with_the_run(tmp_path: Path):

@@ -66,7 +66,7 @@ class _Log:
         self._offset = 0
 
     def news(self) -> Iterator[Event | None]:
-        """What was written since, taken in; None is a line that is no event."""
+        """What was written since, taken in; None is a line that could not be read."""
         from lockstep.events import events_from
 
         for offset, event in events_from(self._path, self._offset):
@@ -108,12 +108,10 @@ def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
     while True:
         for event in log.news():
             if event is not None and event["kind"] == "failure":  # the console leaves it to the launcher
-                again = "; it is started again" if event.get("restarted") else ""
-                event = {"kind": "message", "level": "warning", "text": f"{event.get('text')}{again}"}
-            try:
-                console.handle(event or {"kind": "unreadable"})
-            except (KeyError, TypeError, ValueError):
-                continue  # of another version
+                again = "; it is started again" if event["restarted"] else ""
+                event = {"kind": "message", "level": "warning", "text": f"{event['text']}{again}"}
+            if event is not None:
+                console.handle(event)
         if watched.is_over(time.time()):
             break
         silence = watched.silence(time.time())
@@ -121,6 +119,8 @@ def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
             console.print_line(silence)
         was_silent = bool(silence)
         time.sleep(SECONDS_BETWEEN_LOOKS)
+    if damage := watched.damage():
+        console.print_line(damage)
     show_closing(folder, terminal)
 
 

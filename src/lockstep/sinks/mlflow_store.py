@@ -32,7 +32,8 @@ class MlflowStore:
         self._client = MlflowClient(tracking_uri=given or f"sqlite:///{local / 'mlflow.db'}")
         self._metrics: list[Metric] = []
         if not self._goes_on(sent.run):
-            sent.run, sent.offset, sent.step, sent.again = self._create(folder, None if given else local), 0, 0, False
+            sent.run, sent.how = self._create(folder, None if given else local), "stopped"
+            sent.offset, sent.step, sent.again = 0, 0, False
         self._id = sent.run
 
     def describe(self, config: Mapping[str, Any]) -> None:

@@ -12,6 +12,8 @@ def number(value: float) -> str:
 
 def clock(seconds: float) -> str:
     """A time as a clock shows it: 1:02, 3:04:05, 2 d 3 h."""
+    if not math.isfinite(seconds):
+        return str(seconds)
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:

@@ -42,6 +42,8 @@ class Sent:
     step: int = 0
     again: bool = False
     """Whether the run is doing steps again that were told before."""
+    how: Ending = "stopped"
+    """How its last attempt ended, as far as it was read; a later try to say so begins behind the event that told it."""
 
 
 class Service(Protocol):
@@ -90,21 +92,24 @@ def follow(name: str, folder: Path, is_over: Callable[[], bool]) -> None:
     state = folder / name / "sent.json"
     sent = Sent(**json.loads(state.read_text(encoding="utf-8"))) if state.exists() else Sent()
     service = _connect(name, folder, sent)
-    numbers = Numbers()
-    how: Ending = "stopped"
+    numbers = _numbers_after(folder / EVENTS, sent.offset)
     while True:
         last_round = is_over()  # asked before reading, so that nothing written before the end is missed
-        for event in _tell(service, folder / EVENTS, sent, numbers, state):
-            match event["kind"]:
-                case "start":
-                    how = "stopped"
-                case "end":
-                    how = "finished"
-                case "stop" if event["reason"] == "failed":
-                    how = "failed"
+        _tell(service, folder / EVENTS, sent, numbers, state)
         if last_round:
-            service.finish(how)
+            service.finish(sent.how)
             return
+
+
+def _numbers_after(log: Path, told: int) -> Numbers:
+    """Numbers that know what the events up to an offset have said."""
+    numbers = Numbers()
+    for offset, event in events_from(log, 0):
+        if offset > told:
+            break
+        if event is not None:
+            numbers.of(event)
+    return numbers
 
 
 def _connect(name: str, folder: Path, sent: Sent) -> Service:
@@ -117,13 +122,12 @@ def _connect(name: str, folder: Path, sent: Sent) -> Service:
     return MlflowStore(folder, sent)
 
 
-def _tell(service: Service, log: Path, sent: Sent, numbers: Numbers, state: Path) -> Iterator[Event]:
-    """Tell what is new; gives the events."""
+def _tell(service: Service, log: Path, sent: Sent, numbers: Numbers, state: Path) -> None:
+    """Tell what is new."""
     news = 0
     for offset, event in events_from(log, sent.offset):
         if event is not None:
             _tell_one(service, event, sent, numbers)
-            yield event
         sent.offset = offset
         news += 1
         if news % EVENTS_AT_ONCE == 0:
@@ -142,9 +146,14 @@ def _tell_one(service: Service, event: Event, sent: Sent, numbers: Numbers) -> N
         wanted = ("layout", "world_size", "nodes", "device", "precision", "parameters", "global_batch", "host")
         service.describe({f"start.{name}": event[name] for name in wanted})
         sent.again = (event["resumed_from_step"] or 0) < sent.step
+        sent.how = "stopped"
     elif event["kind"] == "step":
         sent.again = event["step"] <= sent.step
         sent.step = max(sent.step, event["step"])
+    elif event["kind"] == "end":
+        sent.how = "finished"
+    elif event["kind"] == "stop" and event["reason"] == "failed":
+        sent.how = "failed"
     if named and (not sent.again or event["kind"] == "test"):
         service.log(named, event["step"], event["time"])
 

@@ -101,8 +101,7 @@ def _head(name: str, run: Watched, now: float, screen: Screen) -> list[Text]:
     lines += _wrapped(_numbers(run), screen.width)
     if run.validation is not None:
         best = [f"best {number(run.best[0])} at step {run.best[1]}"] if run.best else []
-        scores = [f"{text}" for text in score_texts(run.validation)]
-        lines += _wrapped([f"step {run.validation['step']}:", *scores, *best], screen.width)
+        lines += _wrapped([f"step {run.validation['step']}:", *score_texts(run.validation), *best], screen.width)
     if run.test is not None:
         lines += _wrapped(score_texts(run.test), screen.width)
     return lines
@@ -166,23 +165,25 @@ def _ranks(run: Watched, screen: Screen) -> list[Text]:
     event = run.ranks
     if event is None or not event["seconds"] > 0:
         return []
-    count = len(event["compute"])
-    work = [event["compute"][rank] + event["input"][rank] for rank in range(count)]
+    times = list(zip(event["compute"], event["input"], event["wait"], strict=False))  # a rank may lack in one of them
+    count = len(times)
+    if count == 0:
+        return []
     shown = list(range(count))
     which = f"{count} ranks" if count > 1 else "1 rank"
     if count > MOST_RANKS:
-        shown = sorted(shown, key=lambda rank: -work[rank])[:SLOWEST_SHOWN]
+        shown = sorted(shown, key=lambda rank: -sum(times[rank][:2]))[:SLOWEST_SHOWN]
         which = f"the {SLOWEST_SHOWN} slowest of {count} ranks"
     marks = [glyph if screen.is_unicode else letter for glyph, letter in ("█#", "▒i", "░.")]
     legend = f"{marks[0]} compute {marks[1]} input {marks[2]} wait"
     lines = [Text(f"{which}, {seconds_text(event['seconds'])} a step   {legend}", "bold")]
-    hosts = [printable(str(host)) for host in event["hosts"]]
+    hosts = [printable(host) for host in event["hosts"]]
     several = len(set(hosts)) > 1
     names = [f"rank {rank}" + (f" {hosts[rank]}" if several and rank < len(hosts) else "") for rank in shown]
     room = min(max(map(len, names)), 24)
     for name, rank in zip(names, shown, strict=True):
-        shares = {"█#": event["compute"][rank], "▒i": event["input"][rank], "░.": event["wait"][rank]}
-        shares = {glyphs: max(0.0, seconds) / event["seconds"] for glyphs, seconds in shares.items()}
+        seconds = zip(("█#", "▒i", "░."), times[rank], strict=True)
+        shares = {glyphs: max(0.0, part) / event["seconds"] for glyphs, part in seconds}
         told = "".join(f"{percent(share):>6}" for share in shares.values())
         bar = _bar(max(screen.width - room - len(told) - 2, 4), shares, screen)
         lines.append(Text.assemble(f"{name[:room]:{room}} ", bar, told))
@@ -194,7 +195,7 @@ def _bar(width: int, shares: dict[str, float], screen: Screen) -> Text:
     drawn, until = "", 0.0
     for glyphs, share in shares.items():
         until += share
-        end = min(width, round(until * width))
+        end = round(min(1.0, max(0.0, until)) * width)  # also of a share that is not finite
         drawn += glyphs[0 if screen.is_unicode else 1] * (end - len(drawn))
     return Text(f"{drawn:{width}}")
 
@@ -241,12 +242,14 @@ def _gpu_line(name: str, gpu: dict[str, Any], screen: Screen) -> Text:
 
 
 def _host_line(host: dict[str, Any]) -> Text:
-    parts = [f"CPUs of {printable(str(host['host']))}"]
+    parts = [f"CPUs of {printable(host['host'])}"]
     if host["cpu"] is not None:
-        parts.append(f"{percent(host['cpu'])} of {host['cores']} cores")
+        parts.append(f"{percent(host['cpu'])} busy")
     if host["memory"] is not None:
         of = f" of {bytes_text(host['memory_total'])}" if host["memory_total"] else ""
         parts.append(f"{bytes_text(host['memory'])}{of}")
+    # Not beside the share, which is of all cores of the host.
+    parts.append(f"the run may use {host['cores']} core{'s' * (host['cores'] != 1)}")
     return Text("  ".join(parts))
 
 
@@ -256,13 +259,12 @@ def _tail(run: Watched, now: float, advice: Sequence[Advice], width: int) -> lis
         saved = run.checkpoint
         size = f"{bytes_text(saved['bytes'])} in {seconds_text(saved['seconds'])}"
         lines.append(Text(f"last checkpoint: step {saved['step']}, {size}, {clock(max(0.0, now - saved['time']))} ago"))
-    told = [str(event["text"]) for event in run.warnings if event["text"] != run.why]
+    told = [event["text"] for event in run.warnings if event["text"] != run.why]
     texts = [printable(text).replace("\n", " ") for text in told[-MOST_WARNINGS:]]
     lines += [Text(f"warning: {text}", "yellow") for text in texts]
     for one in advice:
         wrapped = textwrap.wrap(f"to change: {one.text} ({one.evidence})", max(width, 20), subsequent_indent="  ")
         lines += [Text(line, "green") for line in wrapped]
-    if run.unreadable:
-        plural = "" if run.unreadable == 1 else "s"
-        lines.append(Text(f"{run.unreadable} line{plural} of the log could not be read", "yellow"))
+    if damage := run.damage():
+        lines.append(Text(damage, "yellow"))
     return lines

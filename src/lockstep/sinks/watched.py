@@ -79,13 +79,11 @@ class Watched:
     unreadable: int = 0
 
     def take(self, event: Event | None) -> None:
-        """One more line of the log; None is one that is no event."""
-        try:
-            if event is None:
-                raise ValueError
-            self._take(event)
-        except (KeyError, TypeError, ValueError):
+        """One more line of the log; None is one that could not be read."""
+        if event is None:
             self.unreadable += 1
+        else:
+            self._take(event)
 
     @property
     def total_steps(self) -> int | None:
@@ -112,13 +110,18 @@ class Watched:
         quiet = now - self.last_time
         return f"no event for {clock(quiet)}: it may have died, or its host" if quiet > patience else ""
 
+    def damage(self) -> str:
+        """A word where lines of the log could not be read."""
+        plural = "" if self.unreadable == 1 else "s"
+        return f"{self.unreadable} line{plural} of the log could not be read" if self.unreadable else ""
+
     def _take(self, event: Event) -> None:
         kind = event["kind"]
         if kind != "job":  # told from outside, at any time
-            self.last_time = float(event["time"])
+            self.last_time = event["time"]
         match kind:
             case "status":
-                self.state, self.why = "running" if self.step else "starting", str(event["text"])
+                self.state, self.why = "running" if self.step else "starting", event["text"]
             case "start":
                 self.start, self.step, self.state, self.why = event, None, "running", "waiting for the first step"
                 self.attempts, self.pace, self.logged = self.attempts + 1, Pace(), {}
@@ -151,12 +154,12 @@ class Watched:
                 self.warnings.append(event)
             case "failure":
                 self.state = "restarting" if event["restarted"] else "failed"
-                self.why = str(event["text"])
+                self.why = event["text"]
                 if event["restarted"]:
                     self.warnings.append(event)
             case "stop":
-                self.state, self.why = "failed" if event["reason"] == "failed" else "stopped", str(event["text"])
+                self.state, self.why = "failed" if event["reason"] == "failed" else "stopped", event["text"]
             case "end":
                 self.state, self.why = "finished", ""
             case "job" if self.state == "waiting":
-                self.why = f"job {event['id']} is {str(event['state']).lower()}"
+                self.why = f"job {event['id']} is {event['state'].lower()}"
