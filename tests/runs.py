@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lockstep.events import Event, without_non_finite
+from lockstep.event_schema import Event
+from lockstep.events import without_non_finite
 from lockstep.faults.stragglers import StragglerWatch
 from lockstep.layout import Layout
 

@@ -15,7 +15,8 @@ from typing import Any
 from lockstep.charts import Series, line_chart
 from lockstep.contenders import BASELINES, Contender
 from lockstep.errors import UserError
-from lockstep.events import Event, without_non_finite
+from lockstep.event_schema import Event
+from lockstep.events import without_non_finite
 from lockstep.layout import AXES, Layout
 
 MOST_WARM_UP_STEPS = 5

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.events import Event, read_events
+from lockstep.event_schema import Event
+from lockstep.events import read_events
 from lockstep.toml import read_toml
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.events import Event, read_events, validate
+from lockstep.event_schema import Event, validate
+from lockstep.events import read_events
 from lockstep.lab.pipeline import needs
 from lockstep.layout import Layout
 from lockstep.parallel.timetable import Action, Kind, timetable

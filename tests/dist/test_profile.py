@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-from lockstep.events import Event, read_events
+from lockstep.event_schema import Event
+from lockstep.events import read_events
 from lockstep.trace_digest import digest_trace
 from tests.marks import others_slow
 from tests.parity.problems import RaggedTexts, Stream, TinyGPT, adamw, join, text_loss, unfinished

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.events import Event, read_events
+from lockstep.event_schema import Event
+from lockstep.events import read_events
 from lockstep.layout import Layout
 from lockstep.runtime.waiting import StepClock
 from tests.marks import others_slow

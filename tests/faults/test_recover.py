@@ -22,7 +22,8 @@ from lockstep.checkpoint.format import read_index, step_folder, steps_on_disk
 from lockstep.cli.ckpt import ls_command
 from lockstep.engine import Engine, StepResult
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, UserError
-from lockstep.events import Event, read_events
+from lockstep.event_schema import Event
+from lockstep.events import read_events
 from lockstep.faults.invariants import digests_of
 from lockstep.faults.recover import MOST_SKIPS
 from lockstep.parallel.crossing import is_fake

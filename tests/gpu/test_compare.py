@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lockstep.baselines import Busy, place_in_halves
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from tests.cli.commands import SMALL_LM, lockstep
 from tests.dist.test_stragglers import LATE, of_kind, train
 from tests.parity.problems import VOCABULARY, RaggedTexts, TinyGPT

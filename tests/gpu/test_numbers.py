@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lockstep.events import Event, read_events
+from lockstep.event_schema import Event
+from lockstep.events import read_events
 from lockstep.planner.machines import find_gpu
 from tests.dist.test_numbers import FLOPS, of_kind, tokens
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, join, text_loss

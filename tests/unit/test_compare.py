@@ -22,7 +22,7 @@ from lockstep.compare import (
 )
 from lockstep.contenders import BASELINES, Contender
 from lockstep.errors import UserError
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.layout import Layout
 
 SINGLE, DP2, DP4 = (Contender(str(Layout(dp=count)), Layout(dp=count), count) for count in (1, 2, 4))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from lockstep.events import Event, validate
+from lockstep.event_schema import Event, validate
 from lockstep.sinks.console import Console
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

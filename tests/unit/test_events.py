@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.events import SCHEMA, Event, EventLog, events_from, follow_events, read_events, validate
+from lockstep.event_schema import SCHEMA, Event, validate
+from lockstep.events import EventLog, events_from, follow_events, read_events
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 EXAMPLES: dict[str, Event] = {

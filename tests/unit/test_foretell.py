@@ -14,7 +14,8 @@ from rich.console import Console as Terminal
 import lockstep
 from lockstep import foretell
 from lockstep.config import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
-from lockstep.events import read_events, validate
+from lockstep.event_schema import validate
+from lockstep.events import read_events
 from lockstep.foretell import Expected, Measured, error_of
 from lockstep.layout import Layout
 from lockstep.parallel.apply import Cutting

@@ -77,7 +77,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     [
         ("errors", set()),
         ("layout", {"errors"}),
-        ("events", {"errors"}),
+        ("event_schema", {"errors"}),
+        ("events", {"errors", "event_schema"}),
         ("recipes.catalog", {"errors"}),
         ("cadence", set()),
         ("toml", {"errors"}),

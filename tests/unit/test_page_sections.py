@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.page.moments import MOST_MOMENTS, Moments
 from lockstep.page.panels import Mark, RunPage, as_json
 from lockstep.page.reading import RunReader

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.page.advice import advise
 from lockstep.page.headline import headline
 from lockstep.page.panels import State

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.faults.stragglers import Straggler, StragglerWatch, find_straggler, ranks_event
 from lockstep.layout import Layout
 

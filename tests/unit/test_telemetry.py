@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from lockstep.events import validate
+from lockstep.event_schema import validate
 from lockstep.runtime.place import place_of
 from lockstep.runtime.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
 from lockstep.runtime.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.text import Text
 
-    from lockstep.events import Event
+    from lockstep.event_schema import Event
     from lockstep.page.panels import Advice
     from lockstep.page.reading import RunReader
     from lockstep.page.summary import Summary

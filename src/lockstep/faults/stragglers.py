@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lockstep.amounts import rounded
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.layout import Layout
 
 Cause = Literal["input", "compute", "communication"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from lockstep.errors import UserError
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.planner.figures import Figures, figures
 from lockstep.planner.hardware import Machine
 from lockstep.planner.job import Job

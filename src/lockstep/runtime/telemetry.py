@@ -21,7 +21,7 @@ import torch
 from lockstep.amounts import rounded
 from lockstep.comm.gpus import has_driver
 from lockstep.comm.machine import cpu_quota
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.runtime.place import Place
 from lockstep.runtime.sensors import Counts, GpuReading, Look, Sensors, descendants
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.amounts import beside_prediction, bytes_text, count_text, seconds_text
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.sinks.texts import clock, number, printable
 
 BAR_WIDTH = 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 
 MOST_DEVICES = 16
 """Up to so many GPUs of a run each have curves of their own; beyond, there are those of all together."""

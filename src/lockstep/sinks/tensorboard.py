@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.sinks.numbers import Numbers
 from lockstep.sinks.records import RecordWriter
 

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.events import Event, events_from
+from lockstep.event_schema import Event
+from lockstep.events import events_from
 from lockstep.folder import EVENTS
 from lockstep.sinks.numbers import Numbers
 

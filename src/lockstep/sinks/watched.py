@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.events import Event
+from lockstep.event_schema import Event
 from lockstep.page.attempts import SILENCE, SILENT_STEPS
 from lockstep.sinks.console import Pace
 from lockstep.sinks.texts import clock
