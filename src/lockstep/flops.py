@@ -1,7 +1,7 @@
 """What a sample costs: the floating-point operations of a model's forward and backward, counted by tracing it once.
 
 A copy of the model without data is made where it is built, before any layout cuts it. On that copy the loss function
-runs once, forward and backward, with one micro-batch of the first step: nothing is computed, nothing is allocated and
+runs once, forward and backward, with a first micro-batch: nothing is computed, nothing is allocated and
 nobody is asked anything. It does so in a child process, because a loss function may do more than compute: change its
 batch, count its calls, draw random numbers. The run itself is as if nobody had traced. Counted are products of
 matrices, attention and convolutions, a multiplication with its addition as two. What is computed a second time to save
@@ -31,7 +31,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.11 and 2.13
 
 from lockstep.config import Format
-from lockstep.data.loader import StepBatch, kept_random_state
+from lockstep.data.loader import MicroBatch, kept_random_state
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import fake_like
 from lockstep.parallel.rehearsal import without_data
@@ -56,58 +56,70 @@ aten = torch.ops.aten
 
 
 class UncutModel:
-    """The model as `build_model` made it, without its data, until it was counted."""
+    """The model as `build_model` made it, without its data, until it was counted with a micro-batch.
+
+    That is as soon as both are there: a process that has computed gradients on a GPU cannot fork one that does.
+    """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._reason = "the model was not built"
+        self._count: Callable[[nn.Module], dict[str, int]] | None = None
+        self._is_built = self._is_shown = False
+        self._samples = 0
+        self.per_sample: dict[str, float] = {}
+        """FLOPs by kind, where there is no `reason` why they are not known."""
+        self.reason = "the model was not built"
 
     def watching(self, build_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """The same function, which leaves a copy here of what it returns first."""
 
         def build() -> nn.Module:
             model = build_model()
-            if self._model is None:
+            if not self._is_built:
+                self._is_built = True
                 self._copy(model)
+                self._trace()
             return model
 
         return build
 
     def _copy(self, model: nn.Module) -> None:
+        self.reason = "there are no samples to trace the model with"
         try:
             self._model = model_without_data(model)
         except Exception as error:  # whatever is in the user's model: the run does not depend on this
-            self._reason = f"the model cannot be copied without its data ({type(error).__name__}: {error})"
+            self.reason = f"the model cannot be copied without its data ({type(error).__name__}: {error})"
 
-    def flops_per_sample(
-        self, loss: Loss, data: Any, samples: int, precision: Format = "fp32"
-    ) -> tuple[dict[str, float], str]:
-        """By kind, what each of so many samples costs; or nothing, and why. The copy is gone afterwards."""
-        model, self._model = self._model, None
-        if model is None:
-            return {}, self._reason
+    def show(self, loss: Loss, first: MicroBatch, precision: Format = "fp32") -> None:
+        """The first micro-batch is known; a later one is not looked at."""
+        if not self._is_shown:
+            self._is_shown, self._samples = True, len(first.ids)
+            self._count = lambda model: count_flops(model, loss, first.data, precision)
+            self._trace()
 
-        def count() -> tuple[dict[str, int], str]:
-            try:
-                return count_flops(model, loss, data, precision), ""
-            except UserError as error:
-                return {}, f"the model cannot be traced: {error.cause}"
-            except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
-                return {}, f"the model cannot be traced: {type(error).__name__}: {error}"[:500]
-
-        counted, reason = in_a_child(count, LONGEST_SECONDS)
-        return {kind: _plain(flops / samples) for kind, flops in counted.items() if flops}, reason
+    def _trace(self) -> None:
+        """Count once, where both are there; neither is kept."""
+        if self._model is not None and self._count is not None:
+            (model, self._model), (count, self._count) = (self._model, None), (self._count, None)
+            counted, self.reason = in_a_child(lambda: _counted_or_why(model, count), LONGEST_SECONDS)
+            self.per_sample = {kind: _plain(flops / self._samples) for kind, flops in counted.items() if flops}
 
 
-def flops_event(
-    uncut: UncutModel, batch: StepBatch | None, loss: Loss, precision: Format, peak: Peak
-) -> dict[str, Any]:
-    """The fields of the event `flops`, from the step that comes first."""
-    by: dict[str, float] = {}
-    reason = "there are no samples to trace the model with"
-    if batch is not None and batch.micro_batches:
-        first = batch.micro_batches[0]
-        by, reason = uncut.flops_per_sample(loss, first.data, len(first.ids), precision)
+def _counted_or_why(model: nn.Module, count: Callable[[nn.Module], dict[str, int]]) -> tuple[dict[str, int], str]:
+    try:
+        return count(model), ""
+    except UserError as error:
+        why = error.cause
+    except Exception as error:  # of the user's code on tensors without data, or of an operation that needs some
+        why = f"{type(error).__name__}: {error}"
+        if "Autograd-and-Fork" in why:  # as torch 2.11 and 2.13 say it
+            why = "this process has computed gradients on a GPU before, after which a fork of it cannot"
+    return {}, f"the model cannot be traced: {why}"[:500]
+
+
+def flops_event(uncut: UncutModel, peak: Peak) -> dict[str, Any]:
+    """The fields of the event `flops`."""
+    by, reason = uncut.per_sample, uncut.reason
     return {
         "per_sample": None if reason else sum(by.values()),
         "by": by,

@@ -357,6 +357,7 @@ class Run:
         saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
         if not saved and micro_batch is None:
             if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
+                self._watching.show(self.engine, first_micro_batch(dataset, order, collate))
                 self.status("measuring how many samples one forward can hold")
                 order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
             self.journal.emit("config", micro_batch=order.micro_batch)
@@ -636,7 +637,9 @@ class Run:
     def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
         if self.engine is not None and not self.engine.is_ready:
-            self.engine.see(first_micro_batch(dataset, order, collate))
+            first = first_micro_batch(dataset, order, collate)
+            self._watching.show(self.engine, first)
+            self.engine.see(first.data)
 
     @property
     def _steps_done(self) -> int:
@@ -723,7 +726,9 @@ class Run:
             self.journal.emit("settings", text=settings)
         self._watching.foretell(engine, loader.order, self._cutting, self.planned)
         if not self._recorder:  # of a proof nobody wants to know
-            self._watching.count_flops(engine, coming)
+            if coming is not None and coming.micro_batches:
+                self._watching.show(engine, coming.micro_batches[0])
+            self._watching.tell_flops(engine)
         if self._compiles:
             self.status("compiling: the first steps take longer")
         if line := batch_norm_line(engine.model, self._batch_norm, loader.order.micro_batch, self.layout.data_size):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.config import LaunchConfig
-from lockstep.data.loader import StepBatch
+from lockstep.data.loader import MicroBatch
 from lockstep.data.order import Order
 from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
@@ -89,16 +89,21 @@ class Watching:
         batches = (order.global_batch, order.micro_batch)
         self._journal.foretell(Expected(planned, *where, engine.precision, *batches, engine.attention))
 
-    def count_flops(self, engine: Engine, coming: StepBatch | None) -> None:
-        """Tell what a sample costs, by the first step that comes, and what the device of a rank could do."""
+    def show(self, engine: Engine, first: MicroBatch) -> None:
+        """A first micro-batch is known, with which the first rank counts what a sample costs."""
+        if self._comm.rank == 0:
+            with self._comm.beat.busy():
+                self.uncut.show(engine.plain_loss, first, engine.precision)
 
-        def count() -> dict[str, Any]:
+    def tell_flops(self, engine: Engine) -> None:
+        """Tell what a sample costs, and what the device of a rank could do."""
+
+        def event() -> dict[str, Any]:
             formats = number_formats(engine.precision, engine.numerics, self._device.type)
             peak = find_peak(self._device, formats["matrix products"], self._comm.place, self._share_gpu)
-            with self._comm.beat.busy():
-                return flops_event(self.uncut, coming, engine.plain_loss, engine.precision, peak)
+            return flops_event(self.uncut, peak)
 
-        self._journal.flops(count)
+        self._journal.flops(event)
 
     def close(self) -> None:
         """Measure nothing more."""

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.gpu
 STEPS = 8
 
 
-def train(job: Job, layout: str, share_gpu: bool) -> list[Event]:
+def train(job: Job, layout: str, share_gpu: bool, micro_batch: int | None = 2) -> list[Event]:
     with join(job, layout, device="cuda", share_gpu=share_gpu) as run:
         engine = run.setup(TinyGPT, text_loss, optimizer=adamw, precision="bf16")
         texts = RaggedTexts(size=STEPS * GLOBAL_BATCH)
-        for batch in run.loader(texts, GLOBAL_BATCH, micro_batch=2, workers=0, tokens=tokens):
+        for batch in run.loader(texts, GLOBAL_BATCH, micro_batch=micro_batch, workers=0, tokens=tokens):
             engine.step(batch)
     return list(read_events(run.folder.events))
 
@@ -35,10 +35,16 @@ def test_flops_and_the_peak_of_a_gpu(ranks: RankPool) -> None:
     assert flops["reason"] == ""
 
 
+def test_flops_are_counted_before_a_run_measures_how_many_samples_fit(ranks: RankPool) -> None:
+    """After gradients on a GPU the process that counts them could not be forked."""
+    (flops,) = of_kind("flops", ranks.run(train, 1, "single", False, None)[0])
+    assert (flops["per_sample"] > 0, flops["reason"]) == (True, "")
+
+
 def test_the_timetable_of_ranks_that_share_a_gpu(ranks: RankPool) -> None:
     events = ranks.run(train, 2, "pp=2", True)[0]
     (flops,) = of_kind("flops", events)
-    assert flops["by"] == FLOPS
+    assert flops["by"] == FLOPS, flops["reason"]
     assert flops["peak"] == find_gpu(torch.cuda.get_device_name()).tflops["bf16"] * 1e12 / 2
     (told,) = of_kind("timetable", events)
     for lane in told["lanes"]:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import flops, peak
 from lockstep.comm.measured import Bench, Speed
+from lockstep.data.loader import MicroBatch
 from lockstep.flops import UncutModel, count_flops, model_without_data
 from lockstep.peak import find_peak
 from lockstep.recipes import lm, resnet, vision
@@ -242,7 +243,22 @@ def test_a_model_of_the_meta_device_needs_no_memory() -> None:
 def event_of(model: nn.Module, loss: Callable[..., Any], data: Any = CPU_BATCH) -> tuple[Mapping[str, float], str]:
     uncut = UncutModel()
     assert uncut.watching(lambda: model)() is model
-    return uncut.flops_per_sample(loss, data, 1)
+    uncut.show(loss, MicroBatch(0, [0], data))
+    return uncut.per_sample, uncut.reason
+
+
+def test_it_is_counted_once_whether_the_model_or_the_samples_come_first() -> None:
+    """With pipelines the model is built when the first samples are known, else before them."""
+    uncut, first = UncutModel(), MicroBatch(0, [7, 9], torch.ones(2, 3))
+    uncut.show(squares, first)
+    assert uncut.reason == "the model was not built"
+    build = uncut.watching(lambda: nn.Linear(3, 5))
+    build()
+    assert (uncut.per_sample, uncut.reason) == ({"products": 2 * 2 * 3 * 5}, "")
+    with mock.patch("lockstep.flops.in_a_child") as again:
+        build()
+        uncut.show(squares, first)
+    again.assert_not_called()
 
 
 def test_a_loss_that_reads_values_of_the_batch_is_traced() -> None:

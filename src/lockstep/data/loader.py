@@ -261,18 +261,18 @@ def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: R
     return iter(loader)
 
 
-def first_micro_batch(dataset: Any, order: Order, collate: Collate) -> Any:
-    """The collated samples of a training's first micro-batch, the same on every rank; nothing is consumed."""
+def first_micro_batch(dataset: Any, order: Order, collate: Collate) -> MicroBatch:
+    """A training's first micro-batch, the same on every rank; nothing is consumed."""
     if isinstance(dataset, IterableDataset):
         with kept_random_state():
             samples = list(islice(_stream_epoch(dataset, order.seed, 0), order.micro_batch))
             if not samples:
                 raise UserError("the stream gave no sample", "check what the iterable dataset reads")
-            return collate(samples)
+            return MicroBatch(0, list(range(len(samples))), collate(samples))
     whole = replace(order, data_rank=0, data_size=1, equal_counts=False)
     plan = next(whole.steps(Position()))
     reader = _StepReader(dataset, whole, Reading(collate=collate))
-    return reader[replace(plan, micro_batches=plan.micro_batches[:1])].micro_batches[0].data
+    return reader[replace(plan, micro_batches=plan.micro_batches[:1])].micro_batches[0]
 
 
 @dataclass(frozen=True)

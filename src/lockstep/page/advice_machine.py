@@ -23,7 +23,7 @@ HALF_EMPTY = 0.5
 ENOUGH_BUSY = 0.7
 LOW_MFU = 0.25
 """A GPU that is less busy, or a model that gets less out of it, has room for more at once."""
-LEAST_IN_STEPS = 60.0
+LEAST_IN_STEPS = 20.0
 """Seconds in steps, before anything is said that cannot be measured in advance."""
 MOST_HOSTS_NAMED = 3
 
