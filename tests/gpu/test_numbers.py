@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,13 @@ from tests.ranks import Job, RankPool
 pytestmark = pytest.mark.gpu
 
 STEPS = 8
+
+
+@pytest.fixture
+def ranks() -> Iterator[RankPool]:
+    """New processes for every test: one that has computed gradients on a GPU cannot fork one that counts FLOPs."""
+    with RankPool() as pool:
+        yield pool
 
 
 def train(job: Job, layout: str, share_gpu: bool, micro_batch: int | None = 2) -> list[Event]:
@@ -36,7 +44,6 @@ def test_flops_and_the_peak_of_a_gpu(ranks: RankPool) -> None:
 
 
 def test_flops_are_counted_before_a_run_measures_how_many_samples_fit(ranks: RankPool) -> None:
-    """After gradients on a GPU the process that counts them could not be forked."""
     (flops,) = of_kind("flops", ranks.run(train, 1, "single", False, None)[0])
     assert (flops["per_sample"] > 0, flops["reason"]) == (True, "")
 

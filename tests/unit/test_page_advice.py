@@ -246,7 +246,7 @@ def test_fp32_on_a_gpu_that_only_computes() -> None:
     assert advice.text.startswith('The GPUs compute matrix products in fp32: use precision = "bf16"')
     assert advice.evidence == "88 % of the time in steps is compute, at 400 TFLOP/s a GPU."
     assert advise(healthy(**busy, device="cpu", gpus=[])) == []
-    assert advise(healthy(**busy, spent=TimeSpent(useful=20, starting=5))) == [], "a short run"
+    assert advise(healthy(**busy, spent=TimeSpent(useful=10, starting=5))) == [], "a short run"
 
 
 def idle_gpus(**changes: Any) -> Summary:
