@@ -292,9 +292,8 @@ def _energy(attempts: Sequence[Attempt]) -> Energy:
         on_cpus = attempt.started is not None and attempt.started.device == "cpu"
         for host, used in attempt.joules.items():
             measured = host in attempt.measured_cpus
-            if used is None or (
-                on_cpus and not measured
-            ):  # GPUs that stand beside a training on CPUs are no part of it
+            # GPUs that stand beside a training on CPUs are no part of it.
+            if used is None or (on_cpus and not measured):
                 unknown[host] = None
             else:
                 joules.append(used)
