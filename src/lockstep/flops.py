@@ -225,22 +225,40 @@ class _Counting:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside every operation of this thread, and of its backward, is counted."""
-        formulas = {operation: self._counted(operation, formula) for operation, formula in _formulas().items()}
-        counter = flop_counter.FlopCounterMode(display=False, custom_mapping=formulas)
         # Through the module's name, by which nn.MultiheadAttention calls it too.
-        with patch.object(F, "scaled_dot_product_attention", _attention(self)), _Alone(), counter:
+        with patch.object(F, "scaled_dot_product_attention", _attention(self)), _Operations(self):
             yield
 
-    def _counted(self, operation: Any, formula: Formula) -> Formula:
-        name = str(operation)
-        kind = "attention" if "attention" in name else "convolutions" if "conv" in name else "products"
 
-        def counted(*args: Any, **kwargs: Any) -> int:
-            self.add(kind, formula(*args, **kwargs))
-            return 0
+class _Operations(TorchDispatchMode):
+    """Counts every operation, and refuses those that would wait for other ranks, which do not trace.
 
-        counted._get_raw = True  # type: ignore[attr-defined]  # else torch gives it shapes in the place of tensors
-        return counted
+    torch's own FlopCounterMode also follows modules, and is slower for it.
+    """
+
+    def __init__(self, counting: _Counting) -> None:
+        super().__init__()
+        self._counting = counting
+        self._formulas = _formulas()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.prim.device.default:  # most of all
+            return func(*args, **named)
+        if func.namespace in COLLECTIVES:
+            raise UserError("it talks to other ranks", "leave that to the layout")
+        formula = self._formulas.get(func.overloadpacket)
+        if formula is None:
+            with self:  # one that is made of others, which count
+                parts = func.decompose(*args, **named)
+            return func(*args, **named) if parts is NotImplemented else parts
+        result = func(*args, **named)
+        self._counting.add(_kind(str(func)), formula(*args, **named, out_val=result))
+        return result
+
+
+def _kind(operation: str) -> str:
+    return "attention" if "attention" in operation else "convolutions" if "conv" in operation else "products"
 
 
 def _formulas() -> dict[Any, Formula]:
@@ -315,15 +333,6 @@ class _Attended(torch.autograd.Function):
         ctx.counting.add("attention", mixed * of_value + through_scores + scores * (of_query + of_key))
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
         return *(torch.empty_like(one) if wanted else None for one, wanted in needed), None, None, None, None
-
-
-class _Alone(TorchDispatchMode):
-    """Refuses what would wait for other ranks, which do not trace."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in COLLECTIVES:
-            raise UserError("it talks to other ranks", "leave that to the layout")
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
