@@ -27,12 +27,13 @@ demo: $(READY)
 # Two at a time: much of a test's time is that of processes that start and wait. A file's tests stay together, they share ranks.
 AT_ONCE = -n 2 --dist loadfile
 
-# In the order of the folders, which ends with the shortest files: else those with few and long tests come last.
+# In the order of the folders, which ends with the shortest files: else those with few and long tests come last. Without
+# GPUs: what tests them is marked gpu, and beside one that torch sees even CPU gradients keep a process from being forked.
 test: $(READY)
-	$(BIN)/python -m pytest $(AT_ONCE) --no-loadscope-reorder -m "not slow and not gpu"
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(AT_ONCE) --no-loadscope-reorder -m "not slow and not gpu"
 
 test-all: $(PEERS)
-	$(BIN)/python -m pytest $(AT_ONCE) -m "not gpu"
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(AT_ONCE) -m "not gpu"
 
 bench: $(PEERS)
 	$(BIN)/python benchmarks/overhead.py
@@ -60,7 +61,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 coverage: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .coverage* htmlcov
