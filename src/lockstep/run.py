@@ -357,7 +357,6 @@ class Run:
         saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
         if not saved and micro_batch is None:
             if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
-                self._watching.show(self.engine, first_micro_batch(dataset, order, collate))
                 self.status("measuring how many samples one forward can hold")
                 order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
             self.journal.emit("config", micro_batch=order.micro_batch)

@@ -43,7 +43,7 @@ def test_flops_and_the_peak_of_a_gpu(ranks: RankPool) -> None:
     assert flops["reason"] == ""
 
 
-def test_flops_are_counted_before_a_run_measures_how_many_samples_fit(ranks: RankPool) -> None:
+def test_flops_are_known_where_a_run_measures_how_many_samples_fit(ranks: RankPool) -> None:
     (flops,) = of_kind("flops", ranks.run(train, 1, "single", False, None)[0])
     assert (flops["per_sample"] > 0, flops["reason"]) == (True, "")
 
