@@ -14,6 +14,11 @@ def rounded(number: float) -> float:
     return float(f"{number:.4g}")
 
 
+def how_many(count: int, what: str, more: str = "s") -> str:
+    """A number of things: 1 rank, 2 ranks."""
+    return f"{count} {what}{more if count != 1 else ''}"
+
+
 def bytes_text(count: float) -> str:
     """A number of bytes for people."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

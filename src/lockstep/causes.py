@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from lockstep.amounts import how_many
 from lockstep.recording import Recording, Tensors
 from lockstep.verify import GRADIENT, LOSS, NO_SIGNAL, NORM, Comparison, StepDifferences, gradient_differences
 
@@ -49,7 +50,7 @@ def judge(found: Comparison) -> Verdict:
     """The verdict on a comparison. Of several differences it is about the first."""
     if found.same:
         largest = max((amount for step in found.steps for amount in step.gradients.values()), default=0.0)
-        done = f"{_count(len(found.steps), 'step')}, {_count(len(found.theirs.parameters), 'parameter')}"
+        done = f"{how_many(len(found.steps), 'step')}, {how_many(len(found.theirs.parameters), 'parameter')}"
         text = f"{found.layout} gives the numbers of one process: {done}, largest gradient difference {largest:.1e}"
         return Verdict(text)
     if found.missing or found.extra or found.untied:
@@ -57,7 +58,7 @@ def judge(found: Comparison) -> Verdict:
     first = found.first_difference
     if first is None:
         ours, theirs = len(found.ours.steps), len(found.theirs.steps)
-        what = f"{found.layout} does {_count(ours, 'step')} in all and one process {theirs}"
+        what = f"{found.layout} does {how_many(ours, 'step')} in all and one process {theirs}"
         return _verdict("data", min(ours, theirs) + 1, None, what, "the loader ends at another place")
     if not first.same_samples:
         why = "look at what the script or its dataset makes depend on the rank or the number of ranks"
@@ -151,7 +152,7 @@ def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
 
 def _all_scaled(found: Comparison, step: int, name: str, factor: float, count: int) -> Verdict:
     """All gradients are one factor off."""
-    what = f"the gradient of {_of(name)} is {factor:.3f} x that of one process; all {_count(count, 'gradient')} are"
+    what = f"the gradient of {_of(name)} is {factor:.3f} x that of one process; all {how_many(count, 'gradient')} are"
     clipped = _is_clipped(found.ours, step) or _is_clipped(found.theirs, step)
     if clipped and (step > 1 or _close(_norm_ratio(found, step), 1 / factor)):
         return _verdict("optimizer", step, name, what, "clipping uses another norm than that of all gradients")
@@ -262,17 +263,13 @@ def _of(name: str) -> str:
 
 
 def _and(others: list[str]) -> str:
-    return f" (and of {_count(len(others), 'other')})" if others else ""
+    return f" (and of {how_many(len(others), 'other')})" if others else ""
 
 
 def _short(names: list[str], blocks: list[str]) -> str:
     """Parameters in a few words: by their block where they are all in one."""
     for block in blocks:
         if all(name.startswith(f"{block}.") for name in names):
-            return f"{block} ({_count(len(names), 'parameter')})"
+            return f"{block} ({how_many(len(names), 'parameter')})"
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.amounts import how_many
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 
@@ -40,7 +41,7 @@ def choose_layout(facts: Facts, world_size: int) -> tuple[Layout, str]:
     team = world_size // data
     tp, cp, why = 1, 1, ""
     if team > 1:
-        few = f"a step has {_count(facts.global_batch, 'sample')} for {world_size} ranks"
+        few = f"a step has {how_many(facts.global_batch, 'sample')} for {world_size} ranks"
         if facts.heads and facts.heads % team == 0:
             tp, why = team, f"{few}, and tp={team} divides its {facts.heads} heads, so that {team} ranks share a sample"
         elif facts.sequence and facts.sequence % (2 * team) == 0:
@@ -60,10 +61,6 @@ def choose_layout(facts: Facts, world_size: int) -> tuple[Layout, str]:
         f"{state}, and {world_size} ranks of {_size(facts.memory)} cannot hold that beside activations",
         f"use at least {least} ranks like these, or a smaller model",
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _size(count: float) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from lockstep.amounts import how_many
 from lockstep.charts import Series, line_chart
 from lockstep.contenders import BASELINES, Contender
 from lockstep.errors import UserError
@@ -196,12 +197,12 @@ def remarks(rows: Sequence[Row], machine: Machine, *, same_training: bool) -> li
     if (repeats := max(row.repeats for row in rows)) > 1:
         told.append(f"medians of {repeats} runs in turns; ± is half the way from the smallest to the largest")
     if machine.on_cpu and machine.cores < most:
-        told.append(f"{_count(machine.cores, 'core')} for {most} ranks: speed-ups here say nothing about more cores")
+        told.append(f"{how_many(machine.cores, 'core')} for {most} ranks: speed-ups here say nothing about more cores")
     if machine.on_cpu and machine.busy > MUCH_BUSY:
         share = f"{100 * machine.busy:.0f} %"
         told.append(f"other programs used {share} of the cores when this began: ask again when they rest")
     if machine.on_cpu:
-        told.append(f"every process computes with {_count(machine.threads, 'thread')}, as if that were its device")
+        told.append(f"every process computes with {how_many(machine.threads, 'thread')}, as if that were its device")
     if machine.on_cpu and any(row.memory for row in rows):
         told.append("memory is all of a process in the host's, Python and torch included")
     if not same_training:
@@ -308,7 +309,3 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 def _kind(layout: Layout) -> str:
     return ",".join(axis for axis in AXES if layout.size(axis) > 1) or "single"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -24,7 +24,7 @@ def board_command(
     from rich.console import Console as Terminal
 
     from lockstep.folder import existing_runs
-    from lockstep.page.serve import follow, open_board
+    from lockstep.page.serve import follow, in_url, open_board
 
     terminal = Terminal(highlight=False)
     folders = existing_runs(runs)
@@ -36,8 +36,7 @@ def board_command(
             text = f"{host} is {board.address} here, which only this machine reaches: --host 0.0.0.0 lets others in"
             terminal.print(text, markup=False, soft_wrap=True)
         if os.environ.get("SSH_CONNECTION") and board.is_loopback:
-            there = f"[{board.address}]" if ":" in board.address else board.address
-            tunnel = f"ssh -N -L {board.port}:{there}:{board.port} {socket.gethostname()}"
+            tunnel = f"ssh -N -L {board.port}:{in_url(board.address)}:{board.port} {socket.gethostname()}"
             terminal.print(f"from your own machine: {tunnel}, then open it there", markup=False, soft_wrap=True)
         terminal.print("Ctrl-C ends it; the run goes on", style="dim")
         if open_:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from lockstep.amounts import bytes_text, percent
+from lockstep.amounts import bytes_text, how_many, percent
 from lockstep.page.advice_steps import busy_of, is_certain, layout_of, step_of
 from lockstep.page.panels import Advice
 from lockstep.page.summary import GpuSummary, Summary, fullest_rank
@@ -44,7 +44,7 @@ def unused_gpus(summary: Summary) -> Found | None:
     if summary.device == "cpu":
         seen = f"torch does not see {'it' if is_one else 'them'} (CUDA_VISIBLE_DEVICES, or a build for CPUs)"
         fix = f"leave --device cpu out; where nobody said it, {seen}"
-        ranks, gpus = _count(summary.world_size, "rank"), _count(len(idle), "idle GPU")
+        ranks, gpus = how_many(summary.world_size, "rank"), how_many(len(idle), "idle GPU")
         evidence = f"The run has {ranks} on CPUs, and none on the {gpus} of its node{'s' if summary.nodes > 1 else ''}."
     else:
         on_first = sum(gpu.host == hosts[0] for gpu in [*idle, *ours])
@@ -170,10 +170,6 @@ def _is_nobodys(gpu: GpuSummary) -> bool:
 
 def _indices(host: str, indices: list[int]) -> str:
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))} of {host}"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _range(counts: list[int]) -> str:

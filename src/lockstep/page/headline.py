@@ -15,6 +15,7 @@ from lockstep.amounts import (
     device_time_text,
     duration_text,
     energy_text,
+    how_many,
     loss_text,
     percent,
     seconds_text,
@@ -43,12 +44,12 @@ def devices_text(summary: Summary) -> str:
         return "the log does not say where it ran"
     nodes = f"{summary.nodes} node{'s' if summary.nodes != 1 else ''}"
     if summary.device == "cpu":
-        return f"{_count(summary.world_size, 'CPU process', 'es')} of {nodes}"
+        return f"{how_many(summary.world_size, 'CPU process', 'es')} of {nodes}"
     gpus = summary.world_size - sum(len(gpu.ranks) - 1 for gpu in summary.gpus if gpu.ranks)
     if 0 < gpus < summary.world_size:
-        shared = f"{_count(summary.world_size, 'rank')} that share {_count(gpus, 'GPU')}"
+        shared = f"{how_many(summary.world_size, 'rank')} that share {how_many(gpus, 'GPU')}"
         return f"{shared} ({summary.device}) of {nodes}"
-    return f"{_count(summary.world_size, 'GPU')} ({summary.device}) of {nodes}"
+    return f"{how_many(summary.world_size, 'GPU')} ({summary.device}) of {nodes}"
 
 
 def _subtitle(summary: Summary) -> str:
@@ -70,7 +71,7 @@ def _verdict(summary: Summary, written: float | None) -> str:
         if summary.steps and not loss:
             loss = ", with a loss that is no finite number"
         took = duration_text(summary.spent.whole)
-        return f"Finished {_count(summary.steps, 'step')} in {took}{tries}{loss}."
+        return f"Finished {how_many(summary.steps, 'step')} in {took}{tries}{loss}."
     if summary.state == "running":
         left = seconds_left(summary)
         when = f" when this was written ({datetime.fromtimestamp(written):%H:%M, %d %b %Y})" if written else ""
@@ -148,7 +149,7 @@ def _hours(summary: Summary) -> Fact:
     note = f"every {each} for as long as its attempts took, whether it computed or not"
     idle = sum(not gpu.ranks for gpu in summary.gpus)
     if idle and not is_cpu:
-        note += f"; {_count(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
+        note += f"; {how_many(idle, 'GPU')} of the nodes that no rank uses {'is' if idle == 1 else 'are'} not in it"
     return Fact("Cost", device_time_text(summary.device_hours, summary.device), note)
 
 
@@ -267,7 +268,3 @@ def _level(error: float) -> Level:
 
 def _flops(rate: float) -> str:
     return f"{count_text(rate)}FLOP/s"
-
-
-def _count(count: int, what: str, more: str = "s") -> str:
-    return f"{count} {what}{more if count != 1 else ''}"

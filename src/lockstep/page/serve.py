@@ -118,12 +118,12 @@ class Board(ThreadingHTTPServer):
 
     def __init__(self, build: Build, host: str, port: int) -> None:
         self.address_family, self.address, self.is_loopback = _look_up(host)
-        self.own_names = {"localhost", "127.0.0.1", "[::1]", _in_url(self.address), _in_url(host)}
+        self.own_names = {"localhost", "127.0.0.1", "[::1]", in_url(self.address), in_url(host)}
         self.page = LivePage(build)
         self.token = "" if self.is_loopback else secrets.token_urlsafe(24)
         super().__init__((self.address, port), _Handler)
         self.port = int(self.server_address[1])
-        name = socket.gethostname() if ipaddress.ip_address(self.address).is_unspecified else _in_url(host)
+        name = socket.gethostname() if ipaddress.ip_address(self.address).is_unspecified else in_url(host)
         self.url = f"http://{name}:{self.port}/{self.token}{'/' if self.token else ''}"
 
     def server_bind(self) -> None:
@@ -278,5 +278,6 @@ def _look_up(host: str) -> tuple[socket.AddressFamily, str, bool]:
     return family, str(address), ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
 
 
-def _in_url(host: str) -> str:
+def in_url(host: str) -> str:
+    """A name or address as it stands in a URL."""
     return f"[{host}]".lower() if ":" in host else host.lower()
