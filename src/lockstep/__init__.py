@@ -65,4 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    from lockstep.faults.uncaught import answer_user_errors
+
+    answer_user_errors()
     return getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)

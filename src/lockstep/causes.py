@@ -10,10 +10,13 @@ import torch
 
 from lockstep.amounts import how_many
 from lockstep.recording import Recording, Tensors
-from lockstep.verify import GRADIENT, LOSS, NO_SIGNAL, NORM, Comparison, StepDifferences, gradient_differences
+from lockstep.verify import NO_SIGNAL, Comparison, StepDifferences, gradient_differences
 
 Cause = Literal[
     "data",  # other samples
+    "rank",  # the loss function computes something else on another rank, for the same samples
+    "micro-batch",  # the numbers follow how many samples one forward sees
+    "mean",  # the same, because means of micro-batches are averaged
     "start",  # other initial values
     "missing-parameter",  # a layer that is not there, or gets no gradient
     "tied",  # one weight that has become two, or one whose uses are not added up
@@ -24,6 +27,9 @@ Cause = Literal[
     "optimizer",  # its step, its state, clipping: all that comes after right gradients
     "local",  # none of these: one module computes something else, or its buffers do
 ]
+
+ALIKE = 1e-4
+"""How nearly alike the numbers of two ranks have to be for the same samples: they add up in the same order."""
 
 FIT = 1e-3
 """How well a gradient has to be a factor times another one, or a sum of two, to be called so."""
@@ -46,13 +52,15 @@ class Verdict:
         return self.returns or (self.parameter and (self.parameter.rpartition(".")[0] or self.parameter))
 
 
-def judge(found: Comparison) -> Verdict:
-    """The verdict on a comparison. Of several differences it is about the first."""
+def judge(found: Comparison, other: Comparison | None = None) -> Verdict:
+    """The verdict on a comparison. Of several differences it is about the first.
+
+    `other` is a run on one process with another micro-batch, beside the first.
+    """
     if found.same:
-        largest = max((amount for step in found.steps for amount in step.gradients.values()), default=0.0)
-        done = f"{how_many(len(found.steps), 'step')}, {how_many(len(found.theirs.parameters), 'parameter')}"
-        text = f"{found.layout} gives the numbers of one process: {done}, largest gradient difference {largest:.1e}"
-        return Verdict(text)
+        if other is not None and not other.same:
+            return _other_micro_batch(found, other)
+        return Verdict(_praise(found))
     if found.missing or found.extra or found.untied:
         return _other_model(found)
     first = found.first_difference
@@ -65,17 +73,74 @@ def judge(found: Comparison) -> Verdict:
         return _verdict("data", first.step, None, "other samples are read, or in another order", why)
     if first.drifted or first.disagreement:
         return _drift(found, first)
+    # What a step has left makes ranks differ for the same samples too.
+    if first.wrong_gradients and (verdict := _wrong_gradients(found, first)).cause == "stale-gradient":
+        return verdict
+    if (unlike := _unlike_ranks(found, first)) is not None:
+        return unlike
+    if other is not None and not other.same:
+        return _other_micro_batch(found, other)
     if first.settings:
-        cause: Cause = "optimizer" if first.settings.startswith("lr") else "loss"
-        return _verdict(cause, first.step, None, f"the {first.settings}", "it must not depend on the layout")
+        return _verdict("optimizer", first.step, None, f"the {first.settings}", "it must not depend on the layout")
     if first.wrong_gradients:
         return _wrong_gradients(found, first)
-    if first.norm > NORM:
+    if first.norm > first.limits.norm:
         return _wrong_norm(found, first.step)
-    if first.loss > LOSS:
+    if first.loss > first.limits.loss:
         what = f"the loss differs by {first.loss:.1e} and the gradients agree"
         return _verdict("loss", first.step, None, what, "losses or weights are added up wrongly")
     return _wrong_values(found, first)
+
+
+def _praise(found: Comparison) -> str:
+    """The sentence about a layout that gives the numbers of one process."""
+    gradients = [amount for step in found.steps for amount in step.gradients.values()]
+    done = f"{how_many(len(found.steps), 'step')}, {how_many(len(found.theirs.parameters), 'parameter')}"
+    text = f"{found.layout} gives the numbers of one process: {done}, largest gradient difference"
+    text += f" {max(gradients, default=0.0):.1e}"
+    if found.spread:
+        spread = max((amount for step in found.spread for amount in step.gradients.values()), default=0.0)
+        text += f" (rounding: one process with other last bits in its weights differs by {spread:.1e})"
+    return text
+
+
+def _other_micro_batch(found: Comparison, other: Comparison) -> Verdict:
+    """One process has other numbers with another micro-batch, and so has every layout that chooses one."""
+    first = other.first_difference
+    assert first is not None
+    sizes = [" and ".join(map(str, one.micro_batch.values())) for one in (other.ours, other.theirs)]
+    agrees = f"{found.layout} gives the numbers of one process, but " if found.same else ""
+    where = f"{agrees}one process has other numbers with micro_batch = {sizes[0]} than with {sizes[1]}"
+    weights = [run.steps[first.step - 1][0]["weight"] for run in (other.ours, other.theirs)] if first.step else [1, 1]
+    if not _close(*weights):
+        what = f"{where}: the weight of the step is {weights[0]:g} instead of {weights[1]:g}"
+        why = "a mean of means follows how the batch is shared out: return the sum and how much counted, not a mean"
+        return _verdict("mean", first.step, None, what, why)
+    if first.step == 1:
+        why = (
+            "the loss of a sample depends on the others in its forward (a mean of its own, in-batch negatives, batch "
+            "statistics) or on how often the loss is called: sum over samples, or give run.loader a micro_batch"
+        )
+    else:
+        why = "what the model or the loss keeps from call to call follows their number: give run.loader a micro_batch"
+    return _verdict("micro-batch", first.step, None, where, why)
+
+
+def _unlike_ranks(found: Comparison, first: StepDifferences) -> Verdict | None:
+    """Data ranks compute something else for the same samples."""
+    reference, *others = found.ours.steps[-1][0]["by_rank"] or [None]
+    if reference is None:
+        return None
+    look = "look for what depends on the rank: a seed, an `if rank == 0`, a generator of its own"
+    for rank, one in enumerate(others, start=1):
+        who = f"for the same samples data rank {rank} computes"
+        if not math.isclose(one["loss"], reference["loss"], rel_tol=ALIKE, abs_tol=ALIKE):
+            what = f"{who} the loss {one['loss']:.6g} and data rank 0 {reference['loss']:.6g}"
+            return _verdict("rank", first.step, None, what, look)
+        if one["gradient"] > ALIKE:
+            what = f"{who} the loss of data rank 0 and another gradient of {_of(one['parameter'])}"
+            return _verdict("rank", first.step, one["parameter"], what, f"{look}, a detach or no_grad on one of them")
+    return None
 
 
 def _other_model(found: Comparison) -> Verdict:
@@ -120,7 +185,7 @@ def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
     # With clipping one wrong gradient changes the norm, and with it all the others.
     unclipped = _unclipped(found.ours, step), _unclipped(found.theirs, step)
     amounts = gradient_differences(*unclipped, found.theirs.parameters)
-    fewer = [name for name, amount in amounts.items() if amount > GRADIENT]
+    fewer = [name for name, amount in amounts.items() if amount > first.limits.gradient]
     if 0 < len(fewer) < len(wrong):
         (ours, theirs), wrong = unclipped, fewer
     if step > 1 and (stale := _stale(ours, theirs, found.ours.gradients(step - 1), wrong)):
@@ -137,7 +202,7 @@ def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
     if factor := _common_factor(ours, theirs, wrong):
         what += f" is {factor:.3f} x that of one process; {len(wrong)} of {len(signal)} gradients are"
         return _verdict("scale", step, name, what, "they are summed or divided once too often or too rarely")
-    if first.loss > LOSS:
+    if first.loss > first.limits.loss:
         what = f"the loss differs by {first.loss:.1e}, and {what}{_and(others)}"
         if step == 1 and found.first_output is not None:
             where = f"{found.first_output} is the first module that returns something else than on one process"

@@ -7,7 +7,6 @@ wins. An unknown key, a wrong type or a contradiction is a UserError that names 
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lockstep.errors import UserError, nearest, unknown
 from lockstep.layout import AUTO, Layout
 from lockstep.recipes.catalog import find_recipe
 from lockstep.selection import check_in_reach, parse_ranks, parse_steps
-from lockstep.toml import read_toml, write_toml
+from lockstep.toml import MOST_LEVELS, parse_toml, read_toml, write_toml
 
 Nested = dict[str, Any]
 
@@ -64,6 +63,7 @@ class DataConfig(Section):
 
 
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+BatchNorm = Literal["auto", "micro-batch", "sync"]
 Compile = Literal["off", "blocks", "model"]
 Format = Literal["fp32", "bf16", "fp16"]
 """A number format a run can be told to use."""
@@ -167,7 +167,9 @@ class RecoverConfig(Section):
         "warn", description="when the loss jumps far above that of the steps before"
     )
     check_every: int = Field(
-        500, ge=0, description="steps between checks that replicas are equal; the first step is checked too; 0: never"
+        500,
+        ge=0,
+        description="steps between checks that replicas are equal; so is the first step, and every save; 0: saves only",
     )
 
 
@@ -175,7 +177,7 @@ class LaunchConfig(Section):
     """Where and how processes run: what a script under `lockstep run` can be told."""
 
     name: str | None = Field(None, description="the run's name under runs/; unset: the recipe's or script's")
-    seed: int = Field(0, ge=0, description="the one seed everything random follows from")
+    seed: int = Field(0, ge=0, lt=2**64, description="the one seed everything random follows from")
     layout: str = Field("dp=auto", description="mesh axes, such as dp=2,fsdp=4; auto: chosen for model and machine")
     nproc: int | None = Field(None, gt=0, description="processes on this node; unset: one a GPU, or 2 on CPUs")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes")
@@ -243,7 +245,9 @@ class Config(LaunchConfig):
     batch_per_device: int | None = Field(
         None, gt=0, description="samples of one step per replica (dp x fsdp), instead of global_batch"
     )
-    micro_batch: int | None = Field(None, gt=0, description="samples of one forward; unset: measured once and kept")
+    micro_batch: int | None = Field(
+        None, gt=0, description="samples of one forward; unset: what suits the layout, or what the training needs"
+    )
     precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
     clip: float | None = Field(None, gt=0, description="largest global gradient norm")
     recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
@@ -252,8 +256,10 @@ class Config(LaunchConfig):
         "auto",
         description="the kernels of scaled_dot_product_attention on a GPU; auto: the fastest, measured once and kept",
     )
-    batch_norm: Literal["micro-batch", "sync"] = Field(
-        "micro-batch", description="what BatchNorm normalises over: the logical micro-batch, or those of all data ranks"
+    batch_norm: BatchNorm = Field(
+        "auto",
+        description="what BatchNorm normalises over: auto: the global batch, or where micro_batch is given that; or "
+        "always the micro-batch, or those of all data ranks (sync)",
     )
     init: Literal["auto", "by-name"] = Field(
         "auto", description="by-name: each module from its own seed, for huge models"
@@ -366,17 +372,17 @@ def _make_room(values: Nested, origin: dict[str, str], recipe: str) -> None:
         origin["micro_batch"] = f"{recipe}, cut down to global_batch"
 
 
-def parse_assignments(assignments: Sequence[str]) -> Nested:
+def parse_assignments(assignments: Sequence[str], example: str = "optimizer.lr=0.01") -> Nested:
     """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text.
 
-    The word unset takes a value away: `--set clip=unset`.
+    The word unset takes a value away: `--set clip=unset`. `example` is shown to who has written it otherwise.
     """
     values: Nested = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"cannot read --set {assignment!r}", "write --set key=value, as in --set optimizer.lr=0.01")
-        value = _read_value(text)
+        if not equals or not key.strip() or key.count(".") > MOST_LEVELS:
+            raise UserError(f"cannot read --set {assignment[:100]!r}", f"write --set key=value, as in --set {example}")
+        value = _read_value(text, f"--set {key.strip()}")
         try:
             _put(values, key.strip(), value)
         except TypeError:
@@ -384,13 +390,15 @@ def parse_assignments(assignments: Sequence[str]) -> Nested:
     return values
 
 
-def _read_value(text: str) -> Any:
+def _read_value(text: str, source: str) -> Any:
     """A value of `--set`: TOML, or a table as JSON has it, or text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}", source)["value"]
+    except UserError:
+        raise
+    except ValueError:
         if text.strip().startswith("{"):
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):
                 return json.loads(text)
     return None if text.strip() == "unset" else text.strip()
 
@@ -534,7 +542,9 @@ def _sentence(
         if message.startswith(pydantic_text):
             message = f"it has to be {ours}"
     message = message.replace("Input should be", "it has to be").replace("String should", "it has to")
-    return UserError(f"{key} = {first['input']!r}{where} is not valid", message)
+    given = repr(first["input"])
+    given = given if len(given) <= 100 else f"{given[:100]}..."
+    return UserError(f"{key} = {given}{where} is not valid", message)
 
 
 def _keys(model: type[BaseModel], prefix: str) -> list[str]:

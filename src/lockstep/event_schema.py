@@ -231,6 +231,11 @@ def validate(event: Event, *, of_any_version: bool = False) -> None:
             raise unknown(f"{field} of the {kind} event", event[field], options)
 
 
+def has_head(event: Mapping[str, object]) -> bool:
+    """Whether something has what every event has, each of its type."""
+    return all(type(event.get(name)) in (get_args(shape) or (shape,)) for name, shape in COMMON.items())
+
+
 def _is_plainly_right(event: Event, plain: Mapping[str, frozenset[type]] | None) -> bool:
     """Whether an event has just its fields, each of exactly one of its types; what else may be right is looked at."""
     if plain is None or len(event) != len(plain):

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import sleep
 from time import time as now
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import orjson
 
 from lockstep.errors import UserError
-from lockstep.event_schema import COMMON, NUMBER, NUMBER_OR_NULL, SCHEMA, Event, Shape, are_plainly, validate
+from lockstep.event_schema import NUMBER, NUMBER_OR_NULL, SCHEMA, Event, Shape, are_plainly, has_head, validate
 
 
 class Reader(Protocol):
@@ -101,12 +101,18 @@ def parsed(line: bytes) -> Any:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log so far, oldest first. A last line that a crash tore is left out."""
-    try:
-        for number, line in enumerate(_complete_lines(path, 0), start=1):
-            yield _parse(line, path, number)
-    except FileNotFoundError:
-        raise UserError(f"there is no event log at {path}", "name the folder of a run that has started") from None
+    """The events of a log so far, oldest first. Lines that cannot be read, and a torn last one, are passed over."""
+    if not path.exists():
+        raise UserError(f"there is no event log at {path}", "name the folder of a run that has started")
+    return (event for _, event in events_from(path, 0) if event is not None)
+
+
+def read_heads(path: Path) -> Iterator[Event | None]:
+    """Every line of a log that has the time, kind and attempt of an event, whatever else it lacks; None for others.
+
+    For whoever only asks how far a run is: of an event of another version, or a damaged one, that much may be right.
+    """
+    return (_parse(line) for line in _complete_lines(path, 0))
 
 
 def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
@@ -114,16 +120,13 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
 
     Ends once `stopped()` is true and everything written before that was given.
     """
-    offset = number = 0
+    offset = 0
     while True:
         last_round = stopped()  # asked before reading, so that nothing written before the stop is missed
-        try:
-            for line in _complete_lines(path, offset):
-                offset += len(line)
-                number += 1
-                yield _parse(line, path, number)
-        except FileNotFoundError:
-            pass
+        for behind, event in events_from(path, offset):
+            offset = behind
+            if event is not None:
+                yield event
         if last_round:
             return
         sleep(0.1)
@@ -132,19 +135,13 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
 def events_from(path: Path, offset: int) -> Iterator[tuple[int, Event | None]]:
     """What is in a log behind an offset, each event with the offset behind it; None for a line that cannot be read.
 
-    For readers that come back for more, and that rather miss a damaged line than all that follows: every event that
-    they get has the fields of its kind, each of its type. Where there is no file yet there is nothing in it.
+    A damaged line costs nothing but itself: every event that comes has the fields of its kind, each of its type.
+    Where there is no file yet there is nothing in it.
     """
     try:
         for line in _complete_lines(path, offset):
             offset += len(line)
-            try:
-                event = _parse(line, path, 0)
-                validate(event, of_any_version=True)
-            except UserError:
-                yield offset, None
-            else:
-                yield offset, event
+            yield offset, _checked(_parse(line))
     except FileNotFoundError:
         return
 
@@ -159,17 +156,23 @@ def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:
             yield line
 
 
-def _parse(line: bytes, path: Path, number: int) -> Event:
+def _parse(line: bytes) -> Event | None:
     try:
         event = parsed(line)
     except (ValueError, RecursionError):
-        event = None
-    if not isinstance(event, dict) or not COMMON.keys() <= event.keys() or not isinstance(event["kind"], str):
-        raise UserError(
-            f"line {number} of {path} is not an event",
-            "the file was damaged after it was written; restore it, or delete that line to read the rest",
-        )
+        return None
+    if not isinstance(event, dict) or not has_head(event):
+        return None
     return {name: _with_non_finite(value, SCHEMA.get(event["kind"], {}).get(name)) for name, value in event.items()}
+
+
+def _checked(event: Event | None) -> Event | None:
+    """An event that has the fields of its kind, each of its type, and None for others."""
+    if event is not None:
+        with suppress(UserError):
+            validate(event, of_any_version=True)
+            return event
+    return None
 
 
 def _cut_torn_line(descriptor: int) -> None:

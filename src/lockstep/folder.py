@@ -7,15 +7,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lockstep.config import Config, LaunchConfig, flatten, script_config, to_toml
 from lockstep.errors import UserError, nearest, reason
-from lockstep.events import read_events
+from lockstep.events import read_events, read_heads
 from lockstep.faults.failure import short_host
 from lockstep.launch.allocation import Allocation, find_allocation
 from lockstep.toml import read_toml
@@ -27,7 +29,9 @@ LOCK = ".lock"
 EXIT_CODE = ".exit"
 """How the last start of a job ended, for its script."""
 JOB_SCRIPT = "job.sbatch"
-BEFORE_A_RUN = {"checkpoints", "logs", EVENTS, JOB_SCRIPT}
+SNAPSHOT = "code"
+"""The code that a job runs, where it was submitted with a copy."""
+BEFORE_A_RUN = {"checkpoints", "logs", EVENTS, JOB_SCRIPT, SNAPSHOT}
 """What may be in the folder of a run that has not begun."""
 
 FREE_TO_CHANGE = {
@@ -48,6 +52,8 @@ class RunFolder:
 
     path: Path
     attempt: int
+    lost: int = 0
+    """How many lines of its event log cannot be read."""
 
     @property
     def continues(self) -> bool:
@@ -73,7 +79,13 @@ class RunFolder:
 
     def announce(self) -> str:
         """The first line a command prints: whether a run begins or goes on."""
-        return f"{'continuing the unfinished' if self.continues else 'new'} run {self.path}"
+        lost = f"; {lost_lines(self.lost)}" if self.lost else ""
+        return f"{'continuing the unfinished' if self.continues else 'new'} run {self.path}{lost}"
+
+
+def lost_lines(count: int) -> str:
+    """What to say of a run of whose event log so many lines cannot be read."""
+    return f"{count} line{'s are' if count > 1 else ' is'} damaged in its {EVENTS}, and passed over"
 
 
 def name_after(file: Path) -> str:
@@ -92,7 +104,7 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
             raise UserError(f"{run_dir} holds a finished run", "give another --run-dir")
         if found == "unfinished" and resume == "never":
             raise UserError(f"{run_dir} holds an unfinished run", "give another --run-dir, or drop --resume never")
-        return RunFolder(run_dir, max(1, look_back(run_dir).attempt) + 1 if found == "unfinished" else 1)
+        return _going_on(run_dir) if found == "unfinished" else RunFolder(run_dir, 1)
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise UserError(
             f"{name!r} is not a run name", "use letters, digits, dots, dashes and underscores; --run-dir takes a path"
@@ -104,8 +116,13 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
             break
         last = path
     if last is not None and resume != "never" and _look(last) == "unfinished":
-        return RunFolder(last, max(1, look_back(last).attempt) + 1)
+        return _going_on(last)
     return RunFolder(free, 1)
+
+
+def _going_on(path: Path) -> RunFolder:
+    history = look_back(path)
+    return RunFolder(path, max(1, history.attempt) + 1, history.lost)
 
 
 def existing_runs(paths: Sequence[Path]) -> list[Path]:
@@ -182,11 +199,20 @@ def write_config(folder: Path, config: LaunchConfig) -> None:
     """Store the resolved config in a run folder, all of it or nothing."""
     temporary = folder / f".{CONFIG}.{os.getpid()}"
     try:
-        temporary.write_text(to_toml(config), encoding="utf-8")
+        # The arguments of a script may hold bytes that are no text.
+        temporary.write_text(to_toml(config), encoding="utf-8", errors="replace")
         temporary.replace(folder / CONFIG)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def with_script(config: LaunchConfig) -> LaunchConfig:
+    """The config of a start without a launcher of ours, with the script that this process runs, where it is one."""
+    if not Path(sys.argv[0]).is_file():
+        return config
+    values = {**config.model_dump(exclude_none=True), "script": sys.argv[0], "args": sys.argv[1:]}
+    return script_config(values, "the command line")
 
 
 def settle_script_config(folder: Path, config: LaunchConfig) -> None:
@@ -208,9 +234,14 @@ def hold(folder: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        holder = lock.read()
+        holder = _told(lock.read())
         lock.close()
         if job is None or not _follows(holder, job):
+            if holder.items() >= _this_process().items():
+                raise UserError(
+                    f"this script has called lockstep.init a second time, and {folder} is still its first run",
+                    "call it once, or run.close() before the second",
+                ) from None
             raise UserError(
                 f"{folder} is being written by another process", "wait for it, or use --name for a new run"
             ) from None
@@ -221,9 +252,22 @@ def hold(folder: Path) -> IO[str]:
     except OSError:
         pass  # a file system without locks
     lock.truncate(0)
-    lock.write(json.dumps({"job": job.job, "restart": job.restart}) if job else "")
+    lock.write(json.dumps(_this_process() | ({"job": job.job, "restart": job.restart} if job else {})))
     lock.flush()
     return lock
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _told(holder: str) -> dict[str, Any]:
+    """Who holds a run, as its lock says."""
+    try:
+        told = json.loads(holder)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def is_held(folder: Path, lock: IO[str]) -> bool:
@@ -234,13 +278,9 @@ def is_held(folder: Path, lock: IO[str]) -> bool:
         return False
 
 
-def _follows(holder: str, job: Allocation) -> bool:
+def _follows(holder: Mapping[str, Any], job: Allocation) -> bool:
     """Whether `job` is a later start of the job that holds a run."""
-    try:
-        told = json.loads(holder)
-    except ValueError:
-        return False
-    return bool(told["job"] == job.job and told["restart"] < job.restart)
+    return bool(holder.get("job") == job.job and holder["restart"] < job.restart)
 
 
 def check_same_training(folder: RunFolder, config: Config) -> None:
@@ -259,14 +299,21 @@ def check_same_training(folder: RunFolder, config: Config) -> None:
 
 def check_same_script(folder: RunFolder, script: Path) -> None:
     """Refuse to go on with a run that something else began."""
-    if folder.continues:
-        stored = read_toml(folder.path / CONFIG)
-        if Path(stored.get("script", "")).name != script.name:
-            began = stored.get("script") or f"lockstep train {stored.get('recipe', '')}".strip()
-            raise UserError(
-                f"{folder.path} is an unfinished run of {began}, not of {script}",
-                "use --name for a new run, or --resume never",
-            )
+    if not folder.continues:
+        return
+    from lockstep.checkpoint.code import saved_code
+    from lockstep.checkpoint.format import steps_on_disk
+
+    stored = read_toml(folder.path / CONFIG)
+    began = stored.get("script")
+    if began is None and (not steps_on_disk(folder.path) or script.name in saved_code(folder.path)[1]):
+        return  # it begins anew, or a Trainer has put its own config in the place of the script's
+    if began is None or Path(began).name != script.name:
+        trained = f"lockstep train {stored['recipe']}" if "recipe" in stored else "another script"
+        raise UserError(
+            f"{folder.path} is an unfinished run of {began or trained}, not of {script}",
+            "use --name for a new run, or --resume never",
+        )
 
 
 def _numbered(path: Path) -> Iterator[Path]:
@@ -303,23 +350,32 @@ class History:
     """The micro-batch that memory had room for, where it ran out since the attempt that was asked for."""
     kind: str | None = None
     """The last event's."""
+    lost: int = 0
+    """Lines that cannot be read."""
 
 
 def look_back(path: Path, first: int = 1) -> History:
     """Read the events of a run folder once, and those of memory from the attempt `first` on."""
-    attempt, step, micro_batch, most, kind = 0, 0, None, None, None
-    for event in read_events(path / EVENTS) if (path / EVENTS).exists() else ():
+    attempt, step, micro_batch, most, kind, lost = 0, 0, None, None, None, 0
+    for event in read_heads(path / EVENTS) if (path / EVENTS).exists() else ():
+        if event is None:
+            lost += 1
+            continue
         if event["kind"] == "job":  # told from outside, at any time
             continue
         kind = event["kind"]
         attempt = max(attempt, event["attempt"])
         if kind == "step":
-            step = event.get("step", step)  # a log of another version may have less to say
+            step = _whole(event.get("step")) or step  # a log of another version may have less to say
         elif kind == "start":
-            micro_batch = event.get("micro_batch")
+            micro_batch = _whole(event.get("micro_batch"))
         elif kind == "failure" and event["attempt"] >= first:
-            most = event.get("micro_batch") or most
-    return History(attempt, step, micro_batch, most, kind)
+            most = _whole(event.get("micro_batch")) or most
+    return History(attempt, step, micro_batch, most, kind, lost)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def this_attempt(path: Path, first: int) -> tuple[int, int | None]:

@@ -13,8 +13,18 @@ from lockstep.parallel.dtensors import local_part
 
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's part of every gradient there is, as plain tensors."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    """This rank's part of every gradient there is, as plain tensors of real numbers that share its memory."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad._values())
+        else:
+            part = local_part(parameter.grad)
+            found.append(torch.view_as_real(part) if part.is_complex() else part)
+    return found
 
 
 def global_norm(
@@ -50,7 +60,8 @@ def scale_gradients(
     grads: Sequence[torch.Tensor], scale: torch.Tensor | None, optimizer: torch.optim.Optimizer
 ) -> None:
     """Multiply the gradients, in the optimizer's own kernel where it has one that does: they are read once less."""
-    if multiplies_gradients(optimizer):
-        optimizer.grad_scale = None if scale is None else scale.reciprocal()  # type: ignore[attr-defined]
-    elif grads and scale is not None:
+    in_kernel = multiplies_gradients(optimizer)
+    if in_kernel or getattr(optimizer, "grad_scale", None) is not None:
+        optimizer.grad_scale = scale.reciprocal() if in_kernel and scale is not None else None  # type: ignore[attr-defined]
+    if not in_kernel and grads and scale is not None:
         torch._foreach_mul_(list(grads), scale)

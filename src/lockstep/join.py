@@ -12,7 +12,10 @@ from typing import IO, Any, Literal
 import torch
 from torch.distributed import Store
 
+from lockstep.arguments import check_exports, named
+from lockstep.checkpoint.code import accepts_changes, check_same_code
 from lockstep.config import LaunchConfig, launch_config
+from lockstep.data.loader import kept_random_state
 from lockstep.errors import UserError
 from lockstep.folder import (
     RunFolder,
@@ -21,21 +24,26 @@ from lockstep.folder import (
     hold,
     name_after,
     settle_script_config,
+    take_back,
     this_attempt,
+    with_script,
 )
 from lockstep.launch import LAUNCH
 from lockstep.layout import Layout
 from lockstep.recording import VerifySettings
 from lockstep.run import Run
-from lockstep.runtime.comm import Comm
+from lockstep.runtime.comm import Comm, meet
 from lockstep.runtime.device import backend_for, choose_device
+from lockstep.runtime.identity import LocalCode, check_all_alike, facts_of
 from lockstep.runtime.place import Place, cpus_per_rank, find_place, place_of
+from lockstep.runtime.seeds import host_streams, seed_of, seed_streams
 from lockstep.sinks.trackers import check_installed
 
 SECONDS_FOR_THE_WATCHDOG = 30.0
 """By how much groups wait longer than the watchdog: its sentence says more than their error."""
 
 
+@named("lockstep.init")
 def init(
     layout: str | None = None,
     *,
@@ -70,37 +78,82 @@ def init(
     told = {key: value for key, value in given.items() if value is not None}
     config = launch_config(told | launch.get("options", {}))
     place = _find_place(rank, world_size, local_rank, local_world_size, head, store)
-    resolved = Layout.parse(config.layout).resolve(place.world_size)
-    config = config.model_copy(update={"layout": str(resolved)})
     chosen = _take_device(place, config)
     auto = config.backend == "auto"
     backend_name = backend_for(chosen.type, config.share_gpu) if auto else config.backend
     timeout = datetime.timedelta(seconds=60 * config.timeout_minutes + SECONDS_FOR_THE_WATCHDOG)
-    comm = Comm(place, resolved, chosen, backend_name, timeout, store)
+    code = LocalCode()
+    met = None
+    if place.world_size > 1:
+        # Before the layout is looked at: ranks that were told different ones would wait for each other's groups.
+        met = meet(place, timeout, store)
+        check_all_alike(met, place, facts_of(code, config, place, chosen.type, backend_name), timeout)
+    resolved = Layout.parse(config.layout).resolve(place.world_size)
+    config = config.model_copy(update={"layout": str(resolved)})
+    comm = Comm(place, resolved, chosen, backend_name, timeout, store, met)
     if config.log_to:
         comm.once("look for what log_to names", lambda: check_installed(config.log_to))
 
-    locks: list[IO[str]] = []
+    if "verify" not in launch:  # which ends before anything is exported
+        comm.once("look where the script exports to", lambda: check_exports(Path(sys.argv[0])))
 
-    def choose() -> tuple[str, int]:
+    locks: list[IO[str]] = []
+    made: list[Path] = []
+
+    code_may_differ = accepts_changes()
+
+    def choose() -> tuple[str, int, int, str | None]:
         folder = choose_folder(
             name or name_after(Path(sys.argv[0])) or "run", Path(run_dir) if run_dir else None, resume
         )
-        create_folder(folder, config)
+        changed = check_same_code(folder.path, code.files(), may_differ=code_may_differ)
+        made.extend(create_folder(folder, with_script(config)))
         locks.append(hold(folder.path))
-        return str(folder.path), folder.attempt
+        return str(folder.path), folder.attempt, folder.lost, changed
+
+    def count() -> tuple[int, int | None, str | None]:
+        number, most = this_attempt(folder.path, launch["attempt"])
+        # What was edited while a run lasted is not a reason to leave it lying after a failure.
+        may_differ = code_may_differ or number > launch["attempt"]
+        return number, most, check_same_code(folder.path, code.files(), may_differ=may_differ)
 
     if launch:
-        run_dir, resume = Path(launch["run_dir"]), launch["resume"]
-        number, launch["most"] = comm.once("count the starts", lambda: this_attempt(run_dir, launch["attempt"]))
-        folder = RunFolder(run_dir, number)
+        folder, resume = RunFolder(Path(launch["run_dir"]), launch["attempt"]), launch["resume"]
+        number, launch["most"], changed = comm.once("count the starts", count)
+        code_may_differ |= number > launch["attempt"]
+        folder = RunFolder(folder.path, number)
         if place.rank == 0:
             settle_script_config(folder.path, config)
     else:
-        path, attempt = comm.once("run folder", choose)
-        folder = RunFolder(Path(path), attempt)
+        path, attempt, lost, changed = comm.once("run folder", choose)
+        folder = RunFolder(Path(path), attempt, lost)
     verify = VerifySettings(**launch["verify"]) if "verify" in launch else None
-    return Run(comm, resolved, chosen, config, folder, resume=resume, launch=launch, locks=locks, verify=verify)
+    try:
+        with kept_random_state():  # some libraries draw when rank 0 opens its log
+            run = Run(
+                *(comm, resolved, chosen, config, folder, code),
+                resume=resume,
+                launch=launch,
+                locks=locks,
+                made=made,
+                verify=verify,
+                code_may_differ=code_may_differ,
+            )
+    except UserError:  # a checkpoint that cannot be gone on from
+        if made:
+            take_back(folder, made)
+        raise
+    if changed is not None:
+        run.message(changed, "warning")
+    _draw_alike(comm, config.seed)
+    return run
+
+
+def _draw_alike(comm: Comm, seed: int) -> None:
+    """What a script draws from here on is the same on every rank; what it has seeded itself stays as it is."""
+    everybody = comm.gather(host_streams())
+    different = [name for name in everybody[0] if any(one[name] != everybody[0][name] for one in everybody)]
+    seed_streams(different, seed_of(seed, "script"))
 
 
 def _find_place(

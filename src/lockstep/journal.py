@@ -30,6 +30,8 @@ from lockstep.scoring import Metric
 PER_STEP = ("step", "metric", "ranks", "machine")
 SECONDS_BETWEEN_WRITES, SECONDS_AT_FIRST = 0.5, 0.1
 """Ten times a second costs each event twice as much: the processor has other things at hand every time."""
+EMPTY_STEPS = 5
+"""After so many steps in which nothing has counted, and none in which something has, people are told."""
 FIRST_STEPS = 100
 """These are told soon: people wait for them, and a run may have no more."""
 
@@ -55,6 +57,7 @@ class Journal:
         """How long the last step took."""
         self.last_loss = math.nan
         self.last_metrics: dict[str, dict[str, float | None]] = {}
+        self._empty: int | None = 0  # steps in which nothing counted; None once something has
         self._prediction: dict[str, Any] | None = None
         self._measured = Measured()
         self._writer = threading.Thread(target=self._write_now_and_then, name="lockstep-events", daemon=True)
@@ -65,6 +68,8 @@ class Journal:
         """Record one event."""
         if self._log is None:
             return
+        if kind == "alarm":
+            self._empty = None  # a loss that is not finite counts for nothing either, and is told of
         if os.getpid() != self._process:
             raise UserError("a data loader's worker process cannot write events", "log from the training loop")
         self._check_open()
@@ -105,6 +110,10 @@ class Journal:
             parameters=engine.parameter_count,
             host=socket.gethostname(),
         )
+        order = loader.order
+        if 0 < order.size < order.global_batch:
+            text = f"global_batch is {order.global_batch}, and the dataset has {order.size} samples: a step is an epoch"
+            self.emit("message", text=f"{text}, and sees no more than these", level="warning")
         self._clock.start()
 
     def foretell(self, expected: Expected) -> None:
@@ -128,6 +137,7 @@ class Journal:
 
     def step(self, result: StepResult, batch: StepBatch, epoch: float, *, profiled: bool = False) -> None:
         """One optimizer step is done; the time of a profiled one says nothing of the others."""
+        self._count_empty(result)
         self.last_loss = result.loss
         samples = 0
         for part in batch.micro_batches:
@@ -141,6 +151,20 @@ class Journal:
         told = _Step(result, HostCopy(norm) if norm.is_cuda else norm.item(), epoch, self.step_seconds, profiled)
         self._waiting.append((time.time(), "step", told))
         self._raise_failure()
+
+    def _count_empty(self, result: StepResult) -> None:
+        """A loss whose weight is always 0 trains nothing, and raises nothing either: the next batch may count."""
+        if result.weight > 0 or math.isfinite(self.last_loss):  # the last step's, or that of the checkpoint
+            self._empty = None
+        if self._empty is not None:
+            self._empty += 1
+            if self._empty == EMPTY_STEPS:
+                self._warn_of_empty_steps(f"nothing has counted in {EMPTY_STEPS} steps")
+
+    def _warn_of_empty_steps(self, what: str) -> None:
+        text = f"{what}: the loss function returned weight 0 each time, so all were skipped and nothing is learnt"
+        fix = "let it return (sum of the losses, how many of them count)"
+        self.emit("message", text=f"{text}; {fix}", level="warning")
 
     def validation(
         self, step: int, epoch: float, results: Mapping[str, Metric], samples: int, seconds: float, best: bool
@@ -186,6 +210,8 @@ class Journal:
         """The run is finished."""
         best_step, best_loss = best or (None, None)
         self.flush()  # what was measured is known once it is written
+        if self._empty:
+            self._warn_of_empty_steps(f"nothing has counted in any of the {self._empty} steps")
         if self._prediction and not self._prediction["reason"] and self._measured.seconds:
             self.emit("prediction_error", step=step, **error_of(self._prediction, self._measured))
         self.emit(

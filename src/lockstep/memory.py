@@ -13,6 +13,7 @@ import torch
 from lockstep.data.loader import MicroBatch, Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.data.transfer import Transfers
+from lockstep.parallel.dtensors import local_part
 from lockstep.runtime.comm import Comm
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def largest_micro_batch(engine: Engine, dataset: Any, order: Order, reading: Rea
     def kept_for(samples: int) -> int:
         part = MicroBatchPlan(0, np.zeros(samples, dtype=np.int64))
         plan = StepPlan(0, samples, [part], Position())
-        batch = next(read_steps(dataset, [plan], order, replace(reading, workers=0, pin=False)))
+        # By a process where loaders have any: they must not share what a dataset opens when it is first read.
+        [batch] = read_steps(dataset, [plan], order, replace(reading, workers=min(1, reading.workers), pin=False))
         return activation_bytes(engine, batch.micro_batches[0])
 
     # The difference of two sizes leaves out what does not grow with the batch: gathered parameters, masks.
@@ -43,7 +45,7 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -198,11 +198,10 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
     blocks = find_blocks(model)
     block_ids = {id(block) for _, block in blocks}
     times = Counter(id(call.module) for call in all_calls(calls))
-    if (often := times[id(model)]) != 1:
-        how = "does not call the model" if often == 0 else f"calls the model {often} times"
+    if (often := times[id(model)]) > 1:
         raise UserError(
-            f"the loss function {how}, and a pipeline's stages run through it once",
-            "call the model once in the loss function, or use a dp or fsdp layout",
+            f"the loss function calls the model {often} times, and a pipeline's stages run through it once",
+            "call it once, on all inputs together (torch.cat, then chunk the result), or use a dp or fsdp layout",
         )
     for name, block in blocks:
         if times[id(block)] > 1:
@@ -215,6 +214,8 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
     def divided(call: Call) -> bool:
         if id(call.module) in block_ids:
             return False
+        if call.module is model:
+            return True
         return isinstance(call.module, nn.Sequential) or any(id(one) in block_ids for one in call.module.modules())
 
     def frontier(call: Call) -> list[Call]:
@@ -223,8 +224,7 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
             found += frontier(inner) if divided(inner) else [inner]
         return found
 
-    whole = next(call for call in calls.inside if call.module is model)
-    parts = [call for call in frontier(whole) if times[id(call.module)] == 1]
+    parts = [call for call in frontier(calls) if times[id(call.module)] == 1]
     while sum(1 for part in parts if any(True for _ in part.module.parameters())) < stages:
         larger = [part for part in parts if sum(1 for one in part.inside if times[id(one.module)] == 1) > 1]
         if not larger:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError, unknown
-from lockstep.layout import Layout
 
 if TYPE_CHECKING:
     from lockstep.engine import OptimizerFactory, Schedule
@@ -41,6 +42,33 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     return lambda parameters: optimizer(parameters, lr=config.lr, **arguments)
 
 
+def with_empty_groups(make: OptimizerFactory) -> OptimizerFactory:
+    """Let groups of named parameters be empty, as they are where a stage of a pipeline has none of them.
+
+    torch (2.11 and 2.13) takes an empty group for one without names, and refuses it beside one with names.
+    """
+    add = torch.optim.Optimizer.add_param_group
+
+    def name_nothing(self: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        if isinstance(group["params"], Iterator):
+            group["params"] = list(group["params"])
+        groups = [*self.param_groups, group]
+        if any("param_names" in one or is_named(one["params"]) for one in groups):
+            for one in groups:
+                if not len(one["params"]):
+                    one["param_names"] = []
+        add(self, group)
+
+    def is_named(params: Any) -> bool:
+        return isinstance(params, list) and len(params) > 0 and isinstance(params[0], tuple)
+
+    def make_with_them(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        with patch.object(torch.optim.Optimizer, "add_param_group", name_nothing):
+            return make(named)
+
+    return make_with_them
+
+
 def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Let a stock optimizer update all parameters in one kernel, where the user did not choose an implementation.
 
@@ -53,52 +81,11 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
         undecided = group.get("foreach") is None and group.get("fused") is None
         # Fused momentum fails where a parameter gets its first gradient later than others (torch 2.11 and 2.13).
         special = group.get("capturable") or group.get("differentiable") or group.get("momentum")
-        sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
-        possible = type(optimizer) in FUSED_ON_SHARDS or not sharded
+        sharded = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        # One kernel takes no list of both: a single number stays whole beside shards.
+        possible = sharded == {False} or (sharded == {True} and type(optimizer) in FUSED_ON_SHARDS)
         if undecided and possible and not special and all(p.is_floating_point() for p in group["params"]):
             group["fused"] = True
-
-
-ELEMENTWISE = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
-    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
-)
-"""Stock optimizers that update every number of a parameter by that number's own gradients."""
-
-
-def refuse_not_elementwise(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Refuse an optimizer that does something else with a part of a parameter than with the whole (LAMB, Adafactor).
-
-    One that is not known is tried out on a small parameter, whole and in halves.
-    """
-    if type(optimizer) in ELEMENTWISE or is_elementwise(optimizer):
-        return
-    raise UserError(
-        f"the optimizer {type(optimizer).__name__} updates a part of a parameter in another way than the whole, and "
-        f"under layout {layout} ranks hold parts",
-        "use an elementwise optimizer such as AdamW, or a layout of dp and pp alone",
-    )
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether two steps on a small parameter and on its halves come to the same; so if it cannot be tried out."""
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, generator=draw)
-    gradients = [torch.randn(4, 6, generator=draw) for _ in range(2)]
-
-    def trained(slices: list[slice]) -> torch.Tensor:
-        parts = [torch.nn.Parameter(start[rows].clone()) for rows in slices]
-        twin = _twin(optimizer, parts)
-        for gradient in gradients:
-            for part, rows in zip(parts, slices, strict=True):
-                part.grad = gradient[rows].clone()
-            twin.step()
-        return torch.cat([part.detach() for part in parts])
-
-    try:
-        return torch.allclose(trained([slice(0, 4)]), trained([slice(0, 2), slice(2, 4)]), rtol=1e-5, atol=1e-7)
-    except Exception:  # whatever an unknown optimizer raises when it is made from its own defaults
-        return type(optimizer).__module__.partition(".")[0] != "torch"
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
@@ -120,13 +107,19 @@ def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
     return make(parameters, **{name: value for name, value in optimizer.defaults.items() if name in known})  # type: ignore[no-any-return]
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions were registered to be called before or after a step (private in torch 2.11 and 2.13)."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides the gradients by its attribute `grad_scale`, as torch's fused kernels do.
 
     The attribute is what torch.amp's GradScaler sets (torch 2.11 and 2.13): a plain tensor of fp32, which neither
-    sharded nor float64 parameters go with.
+    sharded nor float64 parameters go with. Hooks before a step are to see gradients that were multiplied before.
     """
-    if type(optimizer) not in FUSED or not all(group["fused"] for group in optimizer.param_groups):
+    is_fused = type(optimizer) in FUSED and all(group["fused"] for group in optimizer.param_groups)
+    if not is_fused or has_step_hooks(optimizer):
         return False
     parameter = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     return parameter is not None and not isinstance(parameter, DTensor) and parameter.dtype != torch.float64

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.config import Compile, Format, NumericsConfig
+from lockstep.each_rank import each_rank_in_turn
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import find_blocks
@@ -32,12 +34,11 @@ from lockstep.parallel.trees import tensors_of
 from lockstep.runtime.seeds import in_backward
 
 if TYPE_CHECKING:
-    from lockstep.data.loader import Loader, StepBatch
+    from lockstep.data.loader import Loader, MicroBatch, StepBatch
     from lockstep.engine import Engine, StepResult
 
 PLAN = "plan.json"
 
-BatchNorm = Literal["micro-batch", "sync"]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -45,15 +46,17 @@ Tensors = dict[str, torch.Tensor]
 class VerifySettings:
     """What `lockstep verify` tells the runs it launches.
 
-    `layout` is the one in question, also for the run on one process. `micro_batch` has the size that the run before
-    chose for each loader; `blocks` says how many blocks of every list stay. With `explain` one process says how the
-    model would be cut for the layout, and nothing is recorded.
+    `layout` is the one in question, also for the runs on one process. `micro_batch` has another size for some loaders
+    than they would choose, and `shaken` starts with the last bit of every weight changed, to see what rounding does.
+    `blocks` says how many blocks of every list stay. With `explain` one process says how the model would be cut for
+    the layout, and nothing is recorded.
     """
 
     folder: str
     layout: str
     steps: int
-    micro_batch: Mapping[str, int]
+    micro_batch: Mapping[str, int] = field(default_factory=dict)
+    shaken: bool = False
     blocks: int | None = None
     explain: bool = False
 
@@ -71,23 +74,25 @@ class Recorder:
         self._changed: dict[str, list[Any]] = {}
         self._blocks_built = 0
         self._micro_batches: dict[str, int] = {}
+        self._fixed: dict[str, str] = {}
         self._engine: Engine | None = None
-        self._outputs: dict[str, float] = {}
+        self._returned: list[tuple[str, list[torch.Tensor]]] = []
+        self._part: tuple[int, int] = (0, 0)
+        self._outputs: dict[str, dict[str, float]] = {}
         self._hooks: list[Any] = []
         # Threads split sums: with as many as a rank has, one process rounds more nearly alike.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // Layout.parse(settings.layout).world_size))
 
     def plain_numbers(
-        self, precision: Format, numerics: NumericsConfig, compile_: Compile, batch_norm: BatchNorm
-    ) -> tuple[Format, NumericsConfig, Compile, BatchNorm]:
+        self, precision: Format, numerics: NumericsConfig, compile_: Compile
+    ) -> tuple[Format, NumericsConfig, Compile]:
         """The same arguments of `run.setup` with values under which layouts can be compared; notes what it changes.
 
-        Rounding to half precision hides errors, and compiled code rounds in its own way. A synchronised BatchNorm
-        depends on the number of ranks by its nature.
+        Rounding to half precision hides errors, and compiled code rounds in its own way.
         """
-        plain: tuple[Format, NumericsConfig, Compile, BatchNorm] = ("fp32", NumericsConfig(), "off", "micro-batch")
-        asked = {"precision": precision, "compile": compile_, "batch_norm": batch_norm}
-        instead = {"precision": plain[0], "compile": plain[2], "batch_norm": plain[3]}
+        plain: tuple[Format, NumericsConfig, Compile] = ("fp32", NumericsConfig(), "off")
+        asked: dict[str, Any] = {"precision": precision, "compile": compile_}
+        instead: dict[str, Any] = {"precision": plain[0], "compile": plain[2]}
         asked |= {f"numerics.{key}": value for key, value in numerics.model_dump().items()}
         instead |= {f"numerics.{key}": value for key, value in plain[1].model_dump().items()}
         self._changed = {key: [value, instead[key]] for key, value in asked.items() if value != instead[key]}
@@ -110,13 +115,17 @@ class Recorder:
         return build
 
     def micro_batch(self, loader: str, asked: int | None) -> int | None:
-        """The micro-batch size of the run before, for the same dropout masks and batch statistics."""
+        """The micro-batch size of a loader: what the script asks for, or what is to be tried instead of its choice."""
+        if asked is not None:
+            self._fixed[loader] = "given"
         return self.settings.micro_batch.get(loader, asked)
 
     def begin(self, engine: Engine) -> None:
         """Before the first step: what the model is and where it starts. All ranks call it."""
         self._engine = engine
         self._watch_outputs(engine)
+        if self.settings.shaken:
+            _shake(engine)
         checksums = self._write_tensors(engine, 0)
         self._lines.write_text("")
         self._write_line(
@@ -131,16 +140,22 @@ class Recorder:
             blocks=engine.blocks,
             blocks_built=self._blocks_built,
             changed=self._changed,
+            shaken=self.settings.shaken,
             checksums=checksums,
         )
 
     def step(self, result: StepResult, batch: StepBatch, loader: Loader) -> bool:
         """After a step: its numbers. All ranks call it; says whether this was the last one to record."""
         assert self._engine is not None
+        self._write_outputs()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._engine.forward_begins = lambda _: None
         self._micro_batches[loader.name] = loader.order.micro_batch
+        if loader.is_coupled:
+            self._fixed.setdefault(loader.name, "coupled")
+        is_last = result.step >= self.settings.steps
         self._write_line(
             step=result.step,
             loss=result.loss,
@@ -151,30 +166,63 @@ class Recorder:
             ids=batch.ids,
             outputs=self._outputs if result.step == 1 else {},
             micro_batch=self._micro_batches,
+            fixed=self._fixed,
             checksums=self._write_tensors(self._engine, result.step, skipped=result.skipped),
+            by_rank=self._by_rank(batch, loader) if is_last else [],
         )
-        return result.step >= self.settings.steps
+        return is_last
+
+    def _by_rank(self, batch: StepBatch, loader: Loader) -> list[dict[str, Any]]:
+        """What each data rank computes for the same samples: the last thing that the engine does."""
+        assert self._engine is not None
+        if self._layout.data_size == 1:
+            return []
+        return [asdict(one) for one in each_rank_in_turn(self._engine, batch, loader)]
 
     def _watch_outputs(self, engine: Engine) -> None:
-        """In the first step, write down the norm of what every module returns, by micro-batch and call."""
+        """In the first step, write down what every module returns.
+
+        Nothing is computed while a forward runs: a pipeline and a cut tensor follow every operation in it.
+        """
+
+        def begin(micro_batch: MicroBatch) -> None:
+            self._write_outputs()
+            self._part = (-1, 0) if micro_batch.filler else (micro_batch.first, len(micro_batch.ids))
 
         def keep(name: str, output: Any) -> None:
-            tensor = next((one for one in tensors_of(output) if one.is_floating_point()), None)
-            if tensor is None or is_fake(tensor) or in_backward() or not torch.is_grad_enabled():
-                return
-            with torch.no_grad():
-                numbers = whole_of(tensor.detach()).double().flatten()
-                # Weighted: numbers in another order have the same norm.
-                norm = torch.linalg.vector_norm(numbers * torch.linspace(1, 2, len(numbers), device=numbers.device))
-            key, call = f"{engine.micro_batch}/{name}", 0
-            while f"{key}/{call}" in self._outputs:
-                call += 1
-            self._outputs[f"{key}/{call}"] = float(norm)
+            if not in_backward() and torch.is_grad_enabled():
+                self._returned.append((name, list(tensors_of(output))))
 
+        engine.forward_begins = begin
         for model in engine.models:
             for name, module in model.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
                 self._hooks.append(hook)
+
+    @torch.no_grad()
+    def _write_outputs(self) -> None:
+        """Between two forwards: the norms of what the modules returned in the last one, by places of samples.
+
+        What cannot be told apart by samples has one norm for all of them.
+        """
+        returned, self._returned = self._returned, []
+        first, samples = self._part
+        calls: Counter[str] = Counter()
+        for name, tensors in returned:
+            tensor = next((one for one in tensors if one.is_floating_point()), None)
+            if tensor is None or is_fake(tensor) or tensor.numel() == 0:
+                continue
+            whole = whole_of(tensor.detach())  # with the other ranks that have parts of it
+            if first < 0:
+                continue
+            by_sample = whole.dim() > 0 and len(whole) % samples == 0
+            rows = whole.double().reshape(samples if by_sample else 1, -1)
+            # Weighted: numbers in another order have the same norm.
+            norms = torch.linalg.vector_norm(rows * torch.linspace(1, 2, rows.shape[1], device=rows.device), dim=1)
+            found = self._outputs.setdefault(f"{name}/{calls[name]}", {})
+            keys = map(str, range(first, first + samples)) if by_sample else [f"{first} to {first + samples - 1}"]
+            found.update(zip(keys, norms.tolist(), strict=True))
+            calls[name] += 1
 
     @torch.no_grad()
     def _write_tensors(self, engine: Engine, step: int, skipped: bool = False) -> dict[str, int]:
@@ -182,7 +230,8 @@ class Recorder:
         engine.rest()
         # At zero1 the engine stores rows of what the model computes with: the latter shows a gathering that failed.
         # Under tp the model has parts of what the engine stores.
-        used = {name: parameter for model in engine.models for name, parameter in model.named_parameters()}
+        with engine.hidden():
+            used = {name: parameter for model in engine.models for name, parameter in model.named_parameters()}
         used = {name: p for name, p in used.items() if not is_fake(p) and engine.layout.tp == 1}
         tensors: Tensors = {}
         checksums = {}
@@ -205,6 +254,16 @@ class Recorder:
     def _write_line(self, **values: Any) -> None:
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+
+
+@torch.no_grad()
+def _shake(engine: Engine) -> None:
+    """Change every weight by its last bit, up or down: how far rounding takes this training apart shows after it."""
+    draw = torch.Generator().manual_seed(0)
+    for _, parameter in engine.stored:
+        if parameter.is_floating_point():
+            way = torch.randint(2, parameter.shape, generator=draw).to(parameter) * 2 - 1
+            parameter.copy_(torch.nextafter(parameter, way * torch.inf))
 
 
 def keep_blocks(model: nn.Module, count: int) -> None:
@@ -248,6 +307,25 @@ class Recording:
     def micro_batch(self) -> dict[str, int]:
         """The micro-batch size of every loader that was used."""
         return dict(self.steps[-1][0]["micro_batch"]) if self.steps else {}
+
+    @property
+    def shaken(self) -> bool:
+        """Whether it began with other last bits."""
+        return bool(self.ranks[0]["shaken"])
+
+    @property
+    def fixed(self) -> dict[str, str]:
+        """The loaders whose micro-batch is part of the training, and why: given by the script, or coupled samples."""
+        return dict(self.steps[-1][0]["fixed"]) if self.steps else {}
+
+    @cached_property
+    def outputs(self) -> dict[str, dict[str, float]]:
+        """What the modules returned in the first step, of all ranks; see `Recorder`."""
+        found: dict[str, dict[str, float]] = {}
+        for line in self.steps[0] if self.steps else []:
+            for call, norms in line.get("outputs", {}).items():
+                found.setdefault(call, {}).update(norms)
+        return found
 
     def values(self, step: int) -> Tensors:
         """All parameters and buffers after a step, 0: at the start."""

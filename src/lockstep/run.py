@@ -10,18 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from lockstep.arguments import check_counts, check_dataset, check_setup, checked_builder, named
 from lockstep.cadence import parse_duration
+from lockstep.checkpoint.code import refuse_changed_code
 from lockstep.checkpoint.export import check_target, export
 from lockstep.checkpoint.format import Group, open_or_refuse, step_folder
 from lockstep.checkpoint.manage import Checkpoints
@@ -29,6 +31,7 @@ from lockstep.checkpoint.resume import cut_as_before
 from lockstep.checkpoint.state import check_groups, optimizer_groups
 from lockstep.config import (
     Attention,
+    BatchNorm,
     Compile,
     Format,
     LaunchConfig,
@@ -43,6 +46,8 @@ from lockstep.config import (
     shard_config,
     tensor_config,
 )
+from lockstep.coupling import MANY, SAMPLES, Coupling, coupled_metric, coupled_since, find_coupling, untold
+from lockstep.data.alike import EVALUATION, DataCheck
 from lockstep.data.loader import (
     Collate,
     Loader,
@@ -50,27 +55,34 @@ from lockstep.data.loader import (
     Reading,
     StepBatch,
     Tokens,
+    changed_settings,
     dataset_size,
     evaluation_batches,
-    first_micro_batch,
+    kept_random_state,
+    settings_of,
 )
+from lockstep.data.looking import first_micro_batch, first_samples, second_of, uneven_samples
 from lockstep.data.order import Order, Position
 from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
-from lockstep.errors import SaveError, UserError, unknown
+from lockstep.errors import UserError, unknown
 from lockstep.events import EventLog, without_non_finite
 from lockstep.explain import describe
-from lockstep.faults.emergency import on_uncaught, save_in_emergency
+from lockstep.faults import early
+from lockstep.faults.emergency import on_uncaught, refused_alike, save_in_emergency
+from lockstep.faults.failure import is_ours, lines_of
+from lockstep.faults.memory import memory_explained
 from lockstep.faults.recover import Alarm, Recovery, Surroundings
-from lockstep.faults.requests import Requests
+from lockstep.faults.requests import STOPS, Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.watchdog import Watchdog
-from lockstep.folder import REPORT, RunFolder
+from lockstep.folder import REPORT, RunFolder, take_back
 from lockstep.journal import Journal
+from lockstep.launch import AGREED
 from lockstep.layout import Layout
 from lockstep.memory import largest_micro_batch, rank_memory
-from lockstep.micro_batch import default_micro_batch, micro_batch_warnings
+from lockstep.micro_batch import coupled_micro_batch, default_micro_batch, micro_batch_warnings, refuse_gathering
 from lockstep.page.report import leave_report
 from lockstep.parallel.apply import (
     Cutting,
@@ -79,6 +91,7 @@ from lockstep.parallel.apply import (
     check_goes_together,
     parallelize,
     parallelize_pipeline,
+    synchronises,
 )
 from lockstep.parallel.compile import check_compile, keep_on_disk
 from lockstep.parallel.statistics import batch_norm_line
@@ -90,6 +103,7 @@ from lockstep.recording import Recorder, VerifySettings
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
+from lockstep.runtime.identity import LocalCode
 from lockstep.runtime.output import show_run
 from lockstep.runtime.place import cpus_per_rank
 from lockstep.runtime.waiting import StepClock
@@ -98,6 +112,9 @@ from lockstep.settings import script_settings
 from lockstep.watching import Watching
 
 MOST_WORKERS = 8
+LOOKS_EVERY = 250
+"""After so many steps, beside 1, 2, 4, ..., and at the end samples are tried out again."""
+
 
 Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
@@ -112,11 +129,14 @@ class Run:
         device: torch.device,
         config: LaunchConfig,
         folder: RunFolder,
+        code: LocalCode,
         *,
         resume: str,
         launch: Mapping[str, Any],
         locks: Sequence[IO[str]],
+        made: Sequence[Path] = (),
         verify: VerifySettings | None = None,
+        code_may_differ: bool = False,
     ) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
@@ -134,10 +154,15 @@ class Run:
         self._checkpoints: Checkpoints = None  # type: ignore[assignment]  # until the run folder was looked at
         self._comm = comm
         self._config = config
+        self._code = code
+        self._code_may_differ = code_may_differ
         self._locks = locks
+        self._made = list(made)  # folders that this process made, where no launcher of ours did
         self._recorder = Recorder(verify, layout, comm.rank) if verify else None
         self._announced = self._closed = self._compiles = False
-        self._batch_norm: Literal["micro-batch", "sync"] = "micro-batch"
+        self._batch_norm: BatchNorm = "auto"
+        self._tried: tuple[Callable[[int, int], MicroBatch], int] | None = None  # samples to try out again
+        self._are_coupled: dict[tuple[Any, ...], tuple[bool, Any]] = {}  # metrics of an evaluation
         self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
@@ -166,17 +191,22 @@ class Run:
             self.leave()
             raise
         self._progress = Progress(self._loaders_before)
+        self._data = DataCheck(comm, self.seed, warn)
         self._stops.is_overtaken = self._checkpoints.is_overtaken
         if self.is_main:
             self._stops.begin()
         self._watchdog.start()
         self._watching.start()
         if threading.current_thread() is threading.main_thread():
+            atexit.unregister(early.ignore)
+            atexit.register(early.ignore)  # after whatever else is done then: no stop changes the code any more
+            self.requests.heard = self._heard
             self.requests.listen()
         atexit.register(self._at_exit)
 
     # What a script calls ------------------------------------------------------------------------------------------
 
+    @named("run.setup")
     def setup(
         self,
         build_model: Callable[[], nn.Module],
@@ -193,7 +223,7 @@ class Run:
         shard: ShardConfig | Mapping[str, Any] | None = None,
         pipeline: PipelineConfig | Mapping[str, Any] | None = None,
         tensor: TensorConfig | Mapping[str, Any] | None = None,
-        batch_norm: Literal["micro-batch", "sync"] = "micro-batch",
+        batch_norm: BatchNorm = "auto",
         init: Literal["auto", "by-name"] = "auto",
         loss_reduction: Literal["sum", "mean"] = "sum",
         recover: RecoverConfig | Mapping[str, Any] | None = None,
@@ -202,16 +232,26 @@ class Run:
 
         `loss(model, batch)` returns (sum, weight): a sum over what counts, and how much counted; with
         `loss_reduction="mean"` the first is a mean. `optimizer` is called with this rank's (name, parameter) pairs.
-        `schedule(step)` is the factor on the learning rate. docs/config.md explains the other arguments: they are
-        the config's keys of the same names. What the command line says of `pipeline` and `tensor` wins.
+        `schedule(step)` is the factor on the learning rate; torch's schedulers over `engine.optimizer` work, too.
+        docs/config.md explains the other arguments: they are the config's keys of the same names. What the command
+        line says of `pipeline` and `tensor` wins.
 
         A layout with pp, tp or cp cuts the model when the first samples are known, by `run.loader` or `run.evaluate`.
+        A run has one model, optimizer and loss.
         """
+        if self.engine is not None:
+            raise UserError(
+                "run.setup was called a second time, and a run has one model and one optimizer so far: its checkpoints "
+                "would hold only the last",
+                "put the networks into one nn.Module with one loss, or train each in a run of its own",
+            )
+        check_setup(build_model, loss, optimizer, schedule, clip)
+        build_model = checked_builder(build_model)
         numerics, shard = numerics_config(numerics, precision), shard_config(shard)
         for name, value, choices in (
             ("compile", compile, get_args(Compile)),
             ("attention", attention, get_args(Attention)),
-            ("batch_norm", batch_norm, ("micro-batch", "sync")),
+            ("batch_norm", batch_norm, get_args(BatchNorm)),
             ("init", init, ("auto", "by-name")),
             ("loss_reduction", loss_reduction, ("sum", "mean")),
         ):
@@ -219,8 +259,7 @@ class Run:
                 raise unknown(name, str(value), choices)
         if self._recorder:
             build_model = self._recorder.with_fewer_blocks(build_model)
-            plain = self._recorder.plain_numbers(precision, numerics, compile, batch_norm)
-            precision, numerics, compile, batch_norm = plain
+            precision, numerics, compile = self._recorder.plain_numbers(precision, numerics, compile)
         self._batch_norm = batch_norm
         self._compiles = compile != "off"
         self._comm.once("check the number formats", lambda: check_can_compute(precision, numerics, self.device.type))
@@ -260,16 +299,16 @@ class Run:
             entered=self._clock.script_ends,
             optimizing=self._clock.optimizing,
         )
-        self._progress.clear()
         where = (self.layout, self._comm, self.device, cutting, self.seed)
 
         def prepare(look: Look) -> None:
             self.status("looking at the model, to cut it")
             cut = parallelize if self.layout.pp == 1 else parallelize_pipeline
-            parallel = cut(build_model, look, *where)
-            self._comm.agree(lambda: engine.attach(parallel))
-            groups = [group.model_dump(mode="json") for group in optimizer_groups(engine)]
-            check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
+            with self._forgotten_if_refused():
+                parallel = cut(build_model, look, *where)
+                self._comm.agree(lambda: engine.attach(parallel))
+                groups = [group.model_dump(mode="json") for group in optimizer_groups(engine)]
+                check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
             if engine.pipeline is not None:
                 self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             for line in parallel.notes:
@@ -298,10 +337,12 @@ class Run:
             engine.when_data_is_known(prepare)
         else:
             self.status("building the model")
-            engine.attach(parallelize(build_model, None, *where))
-            self._restore(engine)
+            with self._forgotten_if_refused():
+                engine.attach(parallelize(build_model, None, *where))
+                self._restore(engine)
         return engine
 
+    @named("run.loader")
     def loader(
         self,
         dataset: Dataset[Any],
@@ -321,14 +362,17 @@ class Run:
         """The steps of a training: iterate it and give each to `engine.step`. A restarted run goes on where it was.
 
         Without `epochs` and `steps` it is one epoch. `micro_batch` is what one forward sees. Without it, it is what
-        suits this layout and fits in memory; it is kept when the run goes on elsewhere. Give it where fresh runs on
-        different layouts have to draw the same dropout masks. With `tokens(batch)` throughput counts tokens rather
-        than samples: it returns how many a batch has, or (tokens, how many of these only fill rows up), which a batch
-        with an `attention_mask` says by itself.
+        suits this layout and fits in memory where the loss of a sample depends on the sample alone, which is tried
+        out; else one forward sees the whole global batch, and layouts that cannot have that are refused. With
+        `tokens(batch)` throughput counts tokens rather than samples: it returns how many a batch has, or (tokens, how
+        many of these only fill rows up), which a batch with an `attention_mask` says by itself.
         """
-        for what, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("epochs", epochs)):
-            if value is not None and value < 1:
-                raise UserError(f"{what} is {value}", "give a whole number from 1")
+        self._need_engine("loader")
+        check_dataset("run.loader", dataset)
+        call: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "epochs": epochs}
+        call |= {"steps": steps, "shuffle": shuffle, "collate": collate, "tokens": tokens}
+        self._check_alike(_called(name), dataset, call, self._reading(workers, prefetch, persistent, collate))
+        check_counts(global_batch=global_batch, micro_batch=micro_batch, epochs=epochs, steps=steps)
         if name in self._progress.loaders:
             raise UserError(
                 f"the loader {name!r} of this run exists already",
@@ -343,23 +387,22 @@ class Run:
             epochs = 1
         samples = dataset_size(dataset, name)
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
-        chosen = micro_batch or saved.get("micro_batch")
-        chosen = chosen or default_micro_batch(self._pipeline, self._target_layout, global_batch)
-        chosen = min(chosen, self._launch.get("most") or chosen)  # memory ran out with more
-        for line in micro_batch_warnings(chosen, saved.get("micro_batch"), global_batch, self.layout.data_size):
-            self.message(line, "warning")
+        given = micro_batch or (saved["micro_batch"] if saved and saved["micro_batch_given"] else None)
+        chosen = given or default_micro_batch(self._pipeline, self._target_layout, global_batch)
+        if self._target_layout.pp > 1 and self._pipeline.micro_batches is not None:
+            given = chosen
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate, tokens)
         if self._target_layout.pp > 1:
             check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
-        self._show_first(dataset, order, collate)
-        saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
-        if not saved and micro_batch is None:
-            if self.engine is not None and self.layout.pp == 1 and not isinstance(dataset, IterableDataset):
-                self.status("measuring how many samples one forward can hold")
-                order = largest_micro_batch(self.engine, dataset, order, reading, self._comm)
-            self.journal.emit("config", micro_batch=order.micro_batch)
+        # Nobody has decided yet how many samples one forward sees, and some models take no single one (BatchNorm).
+        several = order if given else replace(order, micro_batch=min(max(2, chosen), global_batch))
+        settings = settings_of(dataset)
+        with self._own_random_state():
+            self._show_first(dataset, several, reading)
+            saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
+            order, coupling = self._settle_micro_batch(dataset, order, reading, given, saved.get("micro_batch"))
         loader = Loader(
             dataset,
             order,
@@ -371,10 +414,14 @@ class Run:
             before_step=self._boundary,
             reading_samples=self._watching.reading_samples,
             steps_done=saved.get("steps_done", 0),
+            micro_batch_given=given is not None,
+            is_coupled=coupling.any_cause is not None,
+            changes_itself=changed_settings(settings, settings_of(dataset)),
         )
         self._progress.add(loader)
         return loader
 
+    @named("run.evaluate")
     def evaluate(
         self,
         dataset: Dataset[Any],
@@ -445,17 +492,22 @@ class Run:
         """Write a checkpoint of the whole run; every rank calls it. With `best_loss` it is marked as the best one.
 
         The training goes on while it is written, from a copy; with `wait` it is on disk when this returns. One that
-        cannot be written stops the run at the next step. `emergency` marks one as saved before a failure, and why.
+        cannot be written stops the run at the next step. Ranks that hold different values of the same weight are
+        refused: no rank had the model that such a checkpoint would hold. `emergency` marks one as saved before a
+        failure, and why.
         """
         engine = self._need_engine("save")
         began = time.monotonic()
         engine.check_last_gradient()
         self._finish_saving()
+        if self.saved_step != engine.steps_done:
+            self._check_replicas()
         self.journal.flush()
         loss = self.journal.last_loss
         self._checkpoints.save(
             engine,
             loaders=self._progress.positions,
+            code=self._code.files(),
             loss=loss if math.isfinite(loss) else None,
             metrics=without_non_finite(self.journal.last_metrics),
             best_loss=best_loss,
@@ -466,6 +518,18 @@ class Run:
         self._report_saved()
         self.journal.between_steps()
 
+    @named("run.keep", 'give a name and what it names, as in ema = run.keep("ema", ema)')
+    def keep(self, name: str, state: Any) -> Any:
+        """Let checkpoints hold state of the script's own; returns it, as it was saved where the run goes on.
+
+        `state` has state_dict and load_state_dict, or is a dict, list or deque of numbers, texts, tensors and arrays,
+        which is saved as it is at each save: `early = run.keep("early", {"best": math.inf, "bad": 0})`. It is restored
+        in place, on any layout. Every rank calls it, before the first step, and keeps the same.
+        """
+        if self._steps_done > self._checkpoints.step:
+            raise UserError(f"run.keep({name!r}) was called after a step", "call it before the loop")
+        return self._checkpoints.kept.add(name, state, self._checkpoints.start)
+
     def export(self, path: str | Path, *, optimizer: bool = False) -> None:
         """Write the whole model, as it is now, to one file that any PyTorch program reads; every rank calls it.
 
@@ -474,18 +538,24 @@ class Run:
         tensor: no rank ever holds more of the model than one tensor.
         """
         engine = self._need_engine("export")
-        self._comm.agree(lambda: check_target(Path(path), optimizer))
-        self.save(wait=True)
+        self._stop_if_asked()
+        self.save(wait=True)  # whatever is wrong with the path, nothing of the training is lost
         self._finish_saving()
-        self.status(f"writing {path}")
         done, loaded = self._best_in_model
         step = loaded if done == engine.steps_done else engine.steps_done
+        try:
+            self._comm.agree(lambda: check_target(Path(path), optimizer))
+        except UserError as error:
+            later = f"lockstep ckpt export {self.folder.path} --step {step} -o OTHER"
+            raise UserError(error.cause, f"{error.fix}; step {step} is saved, and `{later}` exports it now") from None
+        self.status(f"writing {path}")
 
         def write() -> None:
             export(open_or_refuse(step_folder(self.folder.path, step)), Path(path), optimizer=optimizer)
 
         self._comm.once("export the model", write)
 
+    @named("run.log", "give each number by a name of its own, as in run.log(loss=out.loss)")
     def log(self, **values: Any) -> None:
         """Record numbers of the script's own (also of numpy and torch) with the current step."""
         self.journal.metrics(self._steps_done, values)
@@ -517,6 +587,7 @@ class Run:
             return
         if self.engine is not None:
             self.engine.check_last_gradient()
+        self._check_replicas(again=False)
         self._finish_saving()
         if (steps := self._watching.profiler.steps) is not None:
             self.message(f"the run has ended before {steps} could be profiled", "warning")
@@ -530,6 +601,7 @@ class Run:
         self._closed = True
         atexit.unregister(self._at_exit)
         with ExitStack() as everything:  # whatever one of them raises, all of them are given back
+            everything.callback(self.requests.close)  # last: until then a stop changes nothing
             if self.is_main and self._announced and not self._launch:  # else the launcher writes it
                 everything.callback(self._report)
             for lock in self._locks:
@@ -539,8 +611,7 @@ class Run:
             everything.callback(self._comm.close)
             everything.callback(self._watchdog.close)
             everything.callback(self.journal.close)
-            everything.callback(self.requests.close)
-            if self._checkpoints is not None:  # before signals mean something else again
+            if self._checkpoints is not None:
                 everything.callback(self._checkpoints.leave)
             if self._garbage:
                 everything.callback(self._garbage.restore)
@@ -554,10 +625,18 @@ class Run:
             self.close()
         else:
             save_in_emergency(self, error)
-            with suppress(Exception):  # the script's own error is the one to show
-                if not isinstance(error, SystemExit | KeyboardInterrupt):
-                    self.journal.failure(self._steps_done, error)
-            self.leave()
+            self._leave_after(error)
+
+    def _leave_after(self, error: BaseException) -> None:
+        """An error ends the script; one that refused it before anything was begun leaves nothing behind."""
+        is_refused = isinstance(error, UserError) and not (self._announced or self._launch or self._closed)
+        takes_back = is_refused and refused_alike(self._comm, error) and bool(self._made)
+        with suppress(Exception):  # the script's own error is the one to show
+            if not takes_back and not isinstance(error, SystemExit | KeyboardInterrupt):
+                self.journal.failure(self._steps_done, error)
+        self.leave()
+        if takes_back:
+            take_back(self.folder, self._made)
 
     # What the trainer calls too -----------------------------------------------------------------------------------
 
@@ -585,6 +664,15 @@ class Run:
         self._checkpoints.keep, self._checkpoints.keep_every = count, every
 
     # Inside -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _forgotten_if_refused(self) -> Iterator[None]:
+        """A script may answer a refusal by another setup."""
+        try:
+            yield
+        except UserError:
+            self.engine = None
+            raise
 
     def _restore(self, engine: Engine) -> None:
         """Load the run's checkpoint, if it goes on from one."""
@@ -615,6 +703,11 @@ class Run:
         training = self._checkpoints.training
         return {name: state.model_dump() for name, state in training.loaders.items()} if training else {}
 
+    def _check_replicas(self, again: bool = True) -> None:
+        """Before a save, and once after the last step: ranks that should hold the same do. A proof compares itself."""
+        if self.engine is not None and self.engine.is_ready and self._steps_done > 0 and not self._recorder:
+            self.engine.check_replicas(again)
+
     def _report_saved(self) -> None:
         """Tell of a checkpoint that is complete on disk by now."""
         if (saved := self._checkpoints.completed()) is not None:
@@ -626,6 +719,13 @@ class Run:
         self._checkpoints.wait()
         self._report_saved()
 
+    def _check_alike(self, where: str, dataset: Any, call: Mapping[str, Any], reading: Reading) -> None:
+        """Before a dataset is read for the first time: it is the same everywhere, and so is what was imported since."""
+        now, before, step = self._code.files(), self._checkpoints.code, self._checkpoints.step
+        self._data.check(where, dataset, call, now, reading)
+        if before and not self._code_may_differ:
+            self._comm.agree(lambda: refuse_changed_code(step, before, now))
+
     @property
     def _target_layout(self) -> Layout:
         """The layout of this run, or the one that it is to explain."""
@@ -633,17 +733,108 @@ class Run:
             return Layout.parse(self._recorder.settings.layout)
         return self.layout
 
-    def _show_first(self, dataset: Any, order: Order, collate: Collate) -> None:
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """What is tried out inside draws for nobody: the script goes on as on one process, and alike on every rank."""
+        with kept_random_state(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            yield
+
+    def _show_first(self, dataset: Any, order: Order, reading: Reading) -> None:
         """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
         if self.engine is not None and not self.engine.is_ready:
-            first = first_micro_batch(dataset, order, collate)
+            first = first_micro_batch(dataset, order, reading)
             self._watching.show(self.engine, first)
             self.engine.see(first.data)
+
+    def _settle_micro_batch(
+        self, dataset: Any, order: Order, reading: Reading, given: int | None, before: int | None
+    ) -> tuple[Order, Coupling]:
+        """The order with the micro-batch that the training needs, or that suits the layout; `before` a restart.
+
+        What other loaders of the run have found stays true.
+        """
+        engine, layout, most = self._need_engine("loader"), self.layout, self._launch.get("most")
+        self.status("looking at how samples depend on each other")
+        others_draw = engine.may_draw and self._progress.first is not None
+        coupling = self._coupling(dataset, order, reading, given)
+        engine.may_draw = coupling.draws or others_draw
+        rule = None
+        if given is None:
+            rule = coupled_micro_batch(coupling, layout, order, synchronises(layout, self._cutting))
+        else:
+            refuse_gathering(coupling, layout, given)
+        if rule is not None:
+            size, why = rule
+            self.message(why)
+            if most is not None and most < size:
+                raise UserError(
+                    f"memory is full with {size} samples in a forward, and {why}", f"give micro_batch = {most} or less"
+                )
+        else:
+            size = given or order.micro_batch
+            if given is None and before is not None and -(-order.global_batch // before) >= layout.data_size:
+                size = before  # bit for bit as it was
+            elif given is None and layout.pp == 1 and not isinstance(dataset, IterableDataset):
+                self.status("measuring how many samples one forward can hold")
+                size = largest_micro_batch(engine, dataset, order, reading, self._comm).micro_batch
+            size = min(size, most or size)  # memory ran out with more
+        synchronise = self._batch_norm == "sync" or (rule is not None and size < order.global_batch)
+        if self._progress.first is not None and engine.would_synchronise(synchronise) != engine.is_synchronised:
+            raise UserError(
+                "BatchNorm would normalise over the global batch of one loader and over the micro-batches of another",
+                "give all loaders a micro_batch, or none of them",
+            )
+        engine.synchronise_batch_norm(synchronise)
+        for line in micro_batch_warnings(size, before, order.global_batch, layout.data_size, coupling):
+            self.message(line, "warning")
+        if given is None and before is None:
+            self.journal.emit("config", micro_batch=size)
+        settled = replace(order, micro_batch=size, equal_counts=order.equal_counts or engine.is_synchronised)
+        return settled, coupling
+
+    def _coupling(self, dataset: Any, order: Order, reading: Reading, given: int | None) -> Coupling:
+        """What makes samples depend on each other, found out with the first ones."""
+        engine, beat = self._need_engine("loader"), self._comm.beat
+        if isinstance(dataset, IterableDataset) and second_of(dataset) is None:
+            return untold(engine, dataset)
+        fits = min(given or order.global_batch, self._launch.get("most") or order.global_batch)
+        samples = min(max(2, fits), order.global_batch, order.size or order.global_batch)
+        read = first_samples(dataset, order, reading)
+        uneven = uneven_samples(dataset, order, reading, min(SAMPLES, samples))
+        beat.step = engine.steps_done + 1
+        beat.at("the trial")
+        if not self._recorder:  # now: after the trial's gradients on a GPU no fork of this process could count
+            self._watching.show(engine, read(0, min(MANY, samples)))
+        with memory_explained(engine, beat, fits):
+            coupling = find_coupling(engine, self._comm, read, samples, uneven)
+        if given is None and coupling.any_cause is None and self._recorder is None:
+            self._tried = read, samples
+        return coupling
+
+    def _check_still_uncoupled(self, loader: Loader, *, last: bool) -> None:
+        """Now and then: a term of the loss may have woken, or other samples show what the first ones did not."""
+        steps, order = self._steps_done - max(0, self._checkpoints.step), loader.order
+        is_due = last or not steps & (steps - 1) or not steps % LOOKS_EVERY
+        is_free = not loader.micro_batch_given and not loader.is_coupled and order.micro_batch < order.global_batch
+        if self._tried is None or not is_free or steps < 1 or not is_due:
+            return
+        read, samples = self._tried
+        if not last and not isinstance(loader.dataset, IterableDataset):
+            read = first_samples(loader.dataset, order, loader.reading, loader.position)
+        with self._own_random_state():
+            cause = coupled_since(self._need_engine("loader"), read, samples, order.micro_batch)
+        if cause is not None:
+            raise UserError(
+                f"after step {self._steps_done} {cause}, which nothing did before step 1",
+                f"say over how many samples it goes, micro_batch = {order.micro_batch} or another number in run.loader "
+                "(config: micro_batch), which gives the same numbers on any layout",
+            )
 
     @property
     def _steps_done(self) -> int:
         return self.engine.steps_done if self.engine else 0
 
+    @named("run.evaluate")  # and that of validate and test, which hand their options on
     def _score(
         self,
         dataset: Dataset[Any],
@@ -655,13 +846,20 @@ class Run:
     ) -> tuple[dict[str, Metric], int]:
         """The results of an evaluation and the number of samples it read, over all ranks."""
         engine = self._need_engine("evaluate")
+        self._stop_if_asked()
+        check_dataset("run.evaluate", dataset)
+        check_counts(micro_batch=micro_batch)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise UserError(f"metrics is a {type(metrics).__name__}", 'name each: {"accuracy": function}')
+        call: dict[str, Any] = {"micro_batch": micro_batch, "collate": collate, "metrics": sorted(metrics or {})}
+        reading = self._reading(workers, 2, False, collate)
+        self._check_alike(EVALUATION, dataset, call, reading)
         train = self._progress.first
         chosen = micro_batch or (train.order.micro_batch if train else 32)
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
-        reading = self._reading(workers, 2, False, collate)
-        self._show_first(dataset, order, collate)
+        self._show_first(dataset, order, reading)
+        if micro_batch is None and train is not None and not train.micro_batch_given:
+            order = self._evaluation_order(dataset, order, reading, metrics or {}, train.order.global_batch)
         read: list[int] = []
 
         def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -675,6 +873,26 @@ class Run:
         if perplexity:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
         return results, samples
+
+    def _evaluation_order(
+        self, dataset: Any, order: Order, reading: Reading, metrics: Mapping[str, MetricFunction], global_batch: int
+    ) -> Order:
+        """The order, with forwards of the global batch where a score depends on who shares one: on any layout alike."""
+        key = tuple((name, id(getattr(metric, "__code__", metric))) for name, metric in metrics.items())
+        is_stream = isinstance(dataset, IterableDataset)
+        if key not in self._are_coupled and (not is_stream or second_of(dataset) is not None):
+            count = min(order.size or MANY, MANY, max(SAMPLES, 2 * order.micro_batch))
+            read = first_samples(dataset, replace(order, global_batch=count), reading)
+            with self._clock.paused(), self._own_random_state():
+                name = coupled_metric(self._need_engine("evaluate"), read, count, metrics)
+            if name is not None:
+                self.message(
+                    f"one forward of an evaluation sees {global_batch} samples, the global batch, because its {name} "
+                    "would depend on those who share a forward; micro_batch=... says another number"
+                )
+            self._are_coupled[key] = name is not None, metrics  # kept, so that no other has its id
+        size = global_batch if self._are_coupled.get(key, (False,))[0] else order.micro_batch
+        return replace(order, global_batch=size, micro_batch=size)
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         self._progress.step_done(batch)
@@ -716,8 +934,9 @@ class Run:
         """Before the first step: tell what begins, and what is expected of it."""
         self._announced = True
         self._times["ready"] = time.time()
-        self._garbage = GarbageCollection()
         engine, loader = self._need_engine("loader"), self._progress.first
+        engine.settle()  # before objects are hidden from its search
+        self._garbage = GarbageCollection()
         assert loader is not None
         self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
         if self.is_main:
@@ -730,7 +949,7 @@ class Run:
             self._watching.tell_flops(engine)
         if self._compiles:
             self.status("compiling: the first steps take longer")
-        if line := batch_norm_line(engine.model, self._batch_norm, loader.order.micro_batch, self.layout.data_size):
+        if line := batch_norm_line(engine.model, self._batch_norm, loader.order, loader.micro_batch_given):
             self.message(line)
         if self._recorder:
             self._recorder.begin(engine)
@@ -738,14 +957,22 @@ class Run:
 
     def _boundary(self, coming: StepBatch | None) -> None:
         """Between two steps: act on what all ranks agreed on."""
+        if coming is not None and coming.first_samples is not None:
+            self._data.check_first(_called(coming.loader), coming.first_samples)
         if not self._announced:
             self._announce(coming)
+        self._checkpoints.catch_up(self._need_engine("loader"))
+        loader = self._progress.first if coming is None else self._progress.loaders[coming.loader]
+        if loader is not None:
+            self._check_still_uncoupled(loader, last=coming is None)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
         if self.is_main and (why := self._stops.reason(self._checkpoints.save_seconds, self.journal.step_seconds)):
             self.requests.ask("terminate", why)
         if self.is_main:
             self._watching.ask()
+        if coming is None:
+            self._check_replicas(again=False)
         if self._progress.is_read:  # a stream, whose last step did not know that it was
             self._watching.end_profile(self._steps_done)
             if self._clock.steps:
@@ -756,17 +983,40 @@ class Run:
             self.requests.ask("unsaved")
         else:
             self._report_saved()
-        for request, reason, code in (("interrupt", "interrupted", 130), ("terminate", "terminated", 75)):
+        if coming is None:
+            self._stop_if_asked()
+        self._stop_if_agreed()
+        self._clock.script_begins()
+
+    def _stop_if_asked(self) -> None:
+        """Outside of the loop no step carries what a rank was asked for, so all are asked here; every rank calls it."""
+        if self._progress.is_read:
+            self.requests.agree(self._comm.sum(self.requests.votes(STOPS)), STOPS)
+            self._stop_if_agreed()
+
+    def _stop_if_agreed(self) -> None:
+        for request, code in early.CODES.items():
             if request in self.requests.agreed:
-                self.status("saving before the stop")
-                self.save(wait=True)
-                self._finish_saving()
-                why = self.requests.why.get(request, "asked by a signal")
-                text = f"{why}; the checkpoint of step {self._steps_done} is complete, and the same command goes on"
+                self.requests.settle()
+                if "scratch" in self._launch:
+                    Path(self._launch["scratch"], AGREED).touch()
+                text = self.requests.why.get(request, "asked by a signal")
+                if self._steps_done > 0:
+                    self.status("saving before the stop")
+                    if self.has_unsaved_steps or not self._progress.is_read:
+                        self.save(wait=True)
+                    self._finish_saving()
+                    text += f"; the checkpoint of step {self._steps_done} is complete"
+                reason = {"interrupt": "interrupted", "terminate": "terminated"}[request]
+                text += ", and the same command goes on"
                 self.journal.emit("stop", reason=reason, step=self._steps_done, text=text)
                 self.leave()
                 raise SystemExit(code)
-        self._clock.script_begins()
+
+    def _heard(self, frame: FrameType | None) -> None:
+        """A stop came. In the script's own code behind the loop a single process need not wait for others."""
+        if self.world_size == 1 and not self._closed and not is_ours(lines_of(frame)):
+            self._stop_if_asked()
 
     def _order(self, dataset: Any, what: str, global_batch: int, micro_batch: int, shuffle: bool) -> Order:
         return Order(
@@ -796,12 +1046,11 @@ class Run:
         """A script that ends without run.close(): finished if its loaders were read to the end."""
         error = getattr(sys, "last_value", None)
         if error is not None:
-            with suppress(Exception):
-                self.journal.failure(self._steps_done, error)
-        if error is None and self._progress.is_read:
+            self._leave_after(error)
+        elif self._progress.is_read:
             try:
                 self.close()
-            except SaveError as failed:
+            except Exception as failed:
                 # Python would print it and exit with 0.
                 self.journal.failure(self._steps_done, failed)
                 self.leave()
@@ -809,6 +1058,11 @@ class Run:
                 os._exit(1)
         else:
             self.leave()
+
+
+def _called(loader: str) -> str:
+    """The call that made a loader, to stand inside of a sentence."""
+    return f"run.loader(name={loader!r})"
 
 
 def _told(make: Callable[[Any], Part], argument: Any, command_line: Part) -> Part:

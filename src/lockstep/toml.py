@@ -11,14 +11,39 @@ from typing import Any
 
 from lockstep.errors import UserError
 
+MOST_LEVELS = 50
+"""How deep values may be nested: far more than any config needs, far less than Python can bear."""
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """What `source` says as TOML; what nests too deep is a UserError, what is no TOML a ValueError."""
+    try:
+        values = tomllib.loads(text)
+        level: list[Any] = [values]
+        for _ in range(MOST_LEVELS):
+            level = [one for value in level for one in _inside(value)]
+        if not level:
+            return values
+    except RecursionError:
+        pass
+    raise UserError(f"{source} nests its values more than {MOST_LEVELS} deep", "write them flatter")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a config file; an unreadable or malformed one is a UserError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), f"config {path}")
     except OSError as error:
         raise UserError(f"cannot read config {path}", f"{error.strerror or error}".lower()) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
         raise UserError(f"config {path} is not TOML", str(error)) from None
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from lockstep.arguments import named
 from lockstep.cadence import Cadence
 from lockstep.config import Config, Layer, resolve, to_toml
 from lockstep.data.loader import Loader
@@ -37,6 +38,7 @@ class Trainer:
     lockstep.Trainer({"recipe": "digits", "epochs": 5}).fit()
     """
 
+    @named("lockstep.Trainer")
     def __init__(self, config: Config | Mapping[str, Any], run: Run | None = None) -> None:
         if not isinstance(config, Config):
             config = resolve([Layer("the script", dict(config))]).config

@@ -76,6 +76,8 @@ def generate(
         raise UserError("the text is empty", "give the model something to go on from")
     if length < 1 or temperature <= 0:
         raise UserError("length and temperature have to be above 0", "leave them out, or give larger ones")
+    if not 0 <= seed < 2**64:
+        raise UserError(f"seed = {seed} is not valid", "give one from 0 to 2**64 - 1")
     return task.generate(load(run, task.build_model, step=step), prompt, length, temperature, seed)
 
 

@@ -78,6 +78,8 @@ class Watching:
     def begin(self, engine: Engine, total_steps: int | None) -> None:
         """The first step is about to begin, and with it what is told of the machine."""
         self._engine = engine
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)  # what was tried out is no part of the training
         self._telemetry.take()
         for line in self.profiler.out_of_reach(engine.steps_done, total_steps):
             self._say(line, "warning")

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 from torch.serialization import skip_data
 
+from lockstep.amounts import bytes_text
 from lockstep.checkpoint.files import (
     DTYPES,
     Entry,
@@ -53,7 +54,8 @@ def export(checkpoint: Whole, target: Path, *, optimizer: bool = False, shard_by
     size = sum(tensor.bytes for name, tensor in tensors if optimizer or name.startswith("model/"))
     free = shutil.disk_usage(target.parent).free
     if free < size:
-        raise UserError(f"the export has {size / 1e9:.2g} GB and {free / 1e9:.2g} GB are free", "free some space")
+        short = f"{bytes_text(size)} and {bytes_text(free)} are free, {bytes_text(size - free)} too little"
+        raise UserError(f"the export has {short}", "free some space")
     kind = target.suffix
     index = checkpoint.index
     with reading(checkpoint) as reader, _complete(target) as staged:

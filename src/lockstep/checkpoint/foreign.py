@@ -6,11 +6,14 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -203,15 +206,23 @@ def _load_weights_only(path: Path) -> Any:
     except (pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
         raise _refused(path, error) from None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of what the next line refuses
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch makes of it, it is not a file of weights
         raise _refused(path, error) from None
 
 
 def _refused(path: Path, error: Exception) -> UserError:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Only the facts of what torch says: its advice is to switch the safety off."""
+    text = str(error).strip()
+    if wanted := re.search(r"GLOBAL ([\w.]+)", text):
+        said = f"it wants {wanted[1]}"
+    elif "weights_only" in text:
+        said = "it has more in it than tensors"
+    else:
+        said = type(error).__name__ if isinstance(error, KeyError) or not text else text.splitlines()[0]
     return UserError(
-        f"{path} is not a file of plain tensors, and nothing of it was executed ({shown(said, 200)})",
+        f"{path} is not a file of plain tensors, and nothing of it was executed ({shown(said)})",
         "save model.state_dict() alone with torch.save, or as safetensors",
     )
 
@@ -310,6 +321,8 @@ def _open_distributed(folder: Path) -> Foreign:
         dtypes = {name: one.properties.state[0] for name, one in tensors.items()}
         if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
             raise pickle.UnpicklingError("a number format is not one")
+        _check_sizes(folder, shapes, places)
+        json.dumps([list(shapes), list(paths.values())], ensure_ascii=False).encode()  # names have to be texts
     except Exception as error:  # a pickle may make anything of itself
         said = shown(str(error))
         raise UserError(
@@ -339,7 +352,10 @@ def _open_distributed(folder: Path) -> Foreign:
     if chosen is None:
         names = {name: name for name in shapes}
     else:
-        names = {".".join(path[1:]): name for name, path in keys.items() if path[0] == chosen and len(path) > 1}
+        inside = {name: ".".join(path[1:]) for name, path in keys.items() if path[0] == chosen and len(path) > 1}
+        names = {ours: theirs for theirs, ours in inside.items()}
+        if len(names) < len(inside):
+            raise UserError(f"{folder / '.metadata'} has two tensors of one name", "save it again")
     left_out = [name for name in described if name not in names.values()]
     return _unwrapped(
         Foreign(
@@ -349,6 +365,21 @@ def _open_distributed(folder: Path) -> Foreign:
             left_out,
         )
     )
+
+
+def _check_sizes(
+    folder: Path, shapes: Mapping[str, Sequence[int]], places: Mapping[str, Sequence[tuple[Any, str, int, int]]]
+) -> None:
+    """Refuse tensors that no machine could hold, and parts outside of their files, before either is asked for."""
+    for name, shape in shapes.items():
+        if min(shape, default=0) < 0 or prod(max(1, length) for length in shape) >= 1 << 60:
+            raise pickle.UnpicklingError(f"{shown(name)} would have the shape {shown(str(list(shape)))}")
+    for name, parts in places.items():
+        for _, file, begin, length in parts:
+            path = folder / file
+            size = path.stat().st_size if path.parent == folder and path.is_file() else None
+            if size is not None and not (begin >= 0 and 0 <= length <= size - begin):
+                raise pickle.UnpicklingError(f"{shown(name)} is not inside of {shown(file)}")
 
 
 def _read_part(path: Path, begin: int, length: int) -> torch.Tensor:

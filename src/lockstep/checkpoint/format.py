@@ -103,6 +103,12 @@ class OptimizerState(Part):
     groups: list[Group]
     values: dict[str, dict[str, Any]]
     """By parameter and key: state that is not a tensor."""
+    rates: list[float | None] = []
+    """By group: the learning rate that the script set, null where it is the one the optimizer was made with."""
+    schedulers: dict[str, Any] = {}
+    """By class: the state of torch's schedulers that the script made (rates.py)."""
+    frozen: list[str] = []
+    """The parameters that the script froze after the model was cut, though they have state here."""
 
 
 class LoaderState(Part):
@@ -112,6 +118,7 @@ class LoaderState(Part):
     """Epochs and samples of this epoch that were consumed."""
     steps_done: Size
     micro_batch: Annotated[int, Field(gt=0)]
+    micro_batch_given: bool = True
     samples: Size | None
     global_batch: Annotated[int, Field(gt=0)]
     shuffle: bool
@@ -148,6 +155,10 @@ class Training(Part):
     """Why it was saved before a failure; None for all others."""
     recent_losses: dict[str, list[float]] | None = None
     """Logarithms of the last losses, by which spikes are found (faults/spikes.py)."""
+    kept: dict[str, Any] = {}
+    """State of the script's own (checkpoint/kept.py)."""
+    code: dict[str, str] = {}
+    """Digests of the script and of what it imports that is no library, by file (runtime/identity.py)."""
 
 
 class Index(Part):

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.amounts import bytes_text
 from lockstep.checkpoint import format as fmt
 from lockstep.checkpoint.attempts import begin_attempt, check_still_ours, end_attempt
 from lockstep.checkpoint.files import check_dtypes, versions
@@ -26,16 +27,19 @@ from lockstep.checkpoint.format import (
     steps_on_disk,
     write_index,
 )
+from lockstep.checkpoint.kept import Kept, kept_holdings
 from lockstep.checkpoint.pick import newest_whole
 from lockstep.checkpoint.resume import find_start, go_on_from, is_of
-from lockstep.checkpoint.save import SPARE_DISK, Saved, Writer
+from lockstep.checkpoint.save import SPARE_DISK, Saved, Writer, room_short_of
 from lockstep.checkpoint.state import (
     Restoration,
     merge_optimizers,
     model_holdings,
+    optimizer_groups,
     optimizer_holdings,
     optimizer_state,
     restore_progress,
+    set_by_script,
     written_here,
 )
 from lockstep.engine import Engine
@@ -57,6 +61,8 @@ class Checkpoints:
         self._folder = folder.path
         self._comm = comm
         self._warn = warn
+        self.kept = Kept(comm)
+        self._saved_kept: tuple[dict[str, Any], list[int]] = {}, []
         self.keep = 2
         self.keep_every: int | None = None
 
@@ -77,6 +83,7 @@ class Checkpoints:
         self.start = self._open(Path(found)) if found else None
         self.best: tuple[int, float] | None = None
         self.saved_step = -1
+        self._saved_settings: dict[str, Any] | None = None  # of the checkpoint that was written last
         self._seed = seed
         self._settle()
         notices = comm.notices(f"checkpoint/{self._attempt.name}")
@@ -99,6 +106,12 @@ class Checkpoints:
         return self.start.index.training if self.start else None
 
     @property
+    def code(self) -> dict[str, str]:
+        """The digests of the code that wrote the run's own checkpoint which it goes on from."""
+        is_own = self.start is not None and is_of(self._folder, self.start.folder)
+        return self.training.code if is_own and self.training else {}
+
+    @property
     def step(self) -> int:
         """The step that the run goes on from, 0 where it begins."""
         return self.start.index.step if self.start else 0
@@ -109,6 +122,7 @@ class Checkpoints:
             problem = self._read(engine, self.start, with_optimizer=True)
             if problem is None:
                 restore_progress(engine, self.start.index)
+                self.kept.restore(self.start)
                 go_on = partial(go_on_from, self._folder, self.start, self._attempt_id, self._named)
                 self._comm.once("go on from the checkpoint", go_on)
                 return
@@ -142,6 +156,7 @@ class Checkpoints:
         problem = self._read(engine, checkpoint, with_optimizer=True)
         if problem is not None:
             raise RecoveryError(f"the run cannot go back to {checkpoint.folder}, which is damaged: {problem}")
+        self.kept.restore(checkpoint)
         index = checkpoint.index
         if index.optimizer is None:  # imported weights
             engine.optimizer.state.clear()
@@ -164,6 +179,7 @@ class Checkpoints:
         engine: Engine,
         *,
         loaders: Mapping[str, Any],
+        code: dict[str, str],
         loss: float | None,
         metrics: Mapping[str, Any],
         best_loss: float | None,
@@ -186,7 +202,10 @@ class Checkpoints:
                 changes = {"best": best, "metrics": dict(metrics)}
                 self._comm.once("mark the best checkpoint", lambda: self._mark(step, changes))
             return
-        holdings = written_here([*model_holdings(engine), *optimizer_holdings(engine)], engine)
+        kept, tensors, digests = self.kept.collect()
+        self._saved_kept = kept, digests
+        of_script = kept_holdings(tensors, first_here=engine.layout.coordinate(engine.rank)["pp"] == 0)
+        holdings = written_here([*model_holdings(engine), *optimizer_holdings(engine), *of_script], engine)
         own = sum(piece.size * holding.part.element_size() for holding in holdings for piece in holding.pieces)
         optimizer = self._whole_optimizer(engine)
         training = Training(
@@ -201,6 +220,8 @@ class Checkpoints:
             pipeline=fmt.PipelineState(**engine.pipeline.state()) if engine.pipeline else None,
             emergency=emergency,
             recent_losses=engine.recovery.spikes.state(),
+            kept=kept,
+            code=code,
         )
         index = Index(
             format=fmt.FORMAT,
@@ -225,7 +246,33 @@ class Checkpoints:
         if waiting and not saved.is_complete:
             raise SaveError(saved.failure())
         self.saved_step = step
+        self._saved_settings = set_by_script(engine)
         self._reported = False
+
+    def catch_up(self, engine: Engine) -> None:
+        """Between steps: put into the checkpoint of this step what the script has set since, a learning rate say."""
+        if self._saved_settings is None or self.saved_step != engine.steps_done:
+            return
+        self._catch_up_kept()
+        now = set_by_script(engine)
+        # On one rank alone it is a mistake, of which the step will tell.
+        if any(self._comm.gather(now != self._saved_settings)):
+            self.wait()
+            options = [group.options for group in optimizer_groups(engine)]
+            self._comm.once("bring the checkpoint up to date", lambda: self._mark_settings(now, options))
+        self._saved_settings = now
+
+    def _catch_up_kept(self) -> None:
+        plain, _, digests = self.kept.collect()
+        if digests != self._saved_kept[1]:
+            self._warn(
+                f"tensors of run.keep have changed since the checkpoint of step {self.saved_step} was written, which "
+                "has what they were: change them before run.save, run.validate or the end of the step"
+            )
+        elif plain != self._saved_kept[0]:
+            self.wait()
+            self._comm.once("bring what is kept up to date", lambda: self._mark(self.saved_step, {"kept": plain}))
+        self._saved_kept = plain, digests
 
     def completed(self) -> Saved | None:
         """A checkpoint that is complete on disk since this was asked last."""
@@ -273,18 +320,18 @@ class Checkpoints:
         self.save_seconds = size / BYTES_PER_SECOND
 
         def check() -> None:
-            free = shutil.disk_usage(self._folder).free
-            if free < size + SPARE_DISK:
+            if short := room_short_of(self._folder, size):
                 raise UserError(
-                    f"a checkpoint of this run has about {size / 1e9:.2g} GB, and the disk of {self._folder} has "
-                    f"{free / 1e9:.2g} GB free",
+                    f"the disk of {self._folder} has no room for a checkpoint ({short})",
                     "free some space, or use --run-dir on another disk",
                 )
+            free = shutil.disk_usage(self._folder).free
             most = self.keep + 2 - len(steps_on_disk(self._folder))
             if free < most * size + SPARE_DISK:
                 self._warn(
-                    f"the disk has room for {int((free - SPARE_DISK) // size)} checkpoints of about {size / 1e9:.2g} "
-                    f"GB, and this run will hold up to {most} more (keep, the best, and one being written): free some"
+                    f"the disk has room for {int((free - SPARE_DISK) // size)} checkpoints of about {bytes_text(size)} "
+                    f"beside {bytes_text(SPARE_DISK)} for logs, and this run will hold up to {most} more "
+                    "(keep, the best, and one being written): free some"
                 )
 
         self._comm.once("check the space on disk", check)
@@ -361,6 +408,16 @@ class Checkpoints:
         index = read_index(folder)
         assert index.training is not None
         write_index(folder, index.model_copy(update={"training": index.training.model_copy(update=changes)}))
+
+    def _mark_settings(self, settings: dict[str, Any], options: list[dict[str, Any]]) -> None:
+        folder = step_folder(self._folder, self.saved_step)
+        check_still_ours(self._attempt)
+        index = read_index(folder)
+        assert index.optimizer is not None
+        pairs = zip(index.optimizer.groups, options, strict=True)
+        groups = [group.model_copy(update={"options": new}) for group, new in pairs]
+        optimizer = index.optimizer.model_copy(update={**settings, "groups": groups})
+        write_index(folder, index.model_copy(update={"optimizer": optimizer}))
 
     def _retire(self, newest_step: int, keep: int, every: int | None, best: int | None) -> str | None:
         """Delete checkpoints that need not stay, now that a newer one was read back; returns what went wrong."""

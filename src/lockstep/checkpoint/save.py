@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lockstep.amounts import bytes_text
 from lockstep.checkpoint import attempts
 from lockstep.checkpoint import format as fmt
 from lockstep.checkpoint.boxes import Piece
@@ -250,9 +251,18 @@ class Staging:
 
 def check_space(folder: Path, size: int) -> None:
     """Refuse to begin to write more than the disk can hold."""
+    if short := room_short_of(folder, size):
+        raise OSError(errno.ENOSPC, short, str(folder))
+
+
+def room_short_of(folder: Path, size: int) -> str:
+    """What a disk lacks to write so many bytes and to keep some for logs, in words; empty where it lacks nothing."""
     free = shutil.disk_usage(folder).free
-    if free < size + SPARE_DISK:
-        raise OSError(errno.ENOSPC, f"it needs {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free", str(folder))
+    if free >= size + SPARE_DISK:
+        return ""
+    missing = bytes_text(size + SPARE_DISK - free)
+    needs = f"it needs {bytes_text(size)} and leaves {bytes_text(SPARE_DISK)} for logs"
+    return f"{needs}, and {bytes_text(free)} are free: {missing} too little"
 
 
 def _make_folder(staging: Path, size: int) -> None:

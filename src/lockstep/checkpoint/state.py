@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.checkpoint.format import Group, Index, OptimizerState, StoredTenso
 from lockstep.checkpoint.load import Target, fill
 from lockstep.errors import UserError
 from lockstep.parallel.dtensors import like, local_part
+from lockstep.rates import RateState
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 COPIES = ("dp", "fsdp", "cp", "tp")
 """The axes along which ranks may hold the same. Stages of a pipeline do not, but for tied weights."""
 HOW_NOT_WHAT = ("lr", "fused", "foreach", "capturable", "differentiable")
-"""Options of an optimizer that a checkpoint does not change: lr follows from the schedule and the step, the others say
+"""Options of an optimizer that a checkpoint does not change: of lr there is more to say (rates.py), the others say
 by which kernels the same numbers are computed, which depends on the layout and the device."""
 COUNTS = ("step", "eta", "mu")
 """State of torch's optimizers that is one number for a parameter, and so is not shared out with it."""
@@ -100,7 +101,13 @@ def optimizer_state(engine: Engine) -> OptimizerState:
                         "use an optimizer whose state is tensors and numbers, such as AdamW",
                     )
                 values.setdefault(name, {})[key] = value
-    return OptimizerState(name=type(engine.optimizer).__name__, groups=optimizer_groups(engine), values=values)
+    name = type(engine.optimizer).__name__
+    return OptimizerState(name=name, groups=optimizer_groups(engine), values=values, **set_by_script(engine))
+
+
+def set_by_script(engine: Engine) -> dict[str, Any]:
+    """What a script may change of the optimizer between steps, besides the options of its groups."""
+    return {**asdict(engine.rates.state()), "frozen": engine.trainable.frozen}
 
 
 def optimizer_groups(engine: Engine) -> list[Group]:
@@ -121,7 +128,12 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 def check_groups(by_rank: Sequence[Sequence[Group]]) -> None:
     """Refuse an optimizer that has other parameter groups on some ranks of a pipeline: they are saved as one."""
-    options = [[group.options for group in groups] for groups in by_rank]
+
+    def what(group: Group) -> dict[str, Any]:
+        # A group that is empty on a rank, or has complex numbers there, is not updated by the same kernels.
+        return {key: value for key, value in group.options.items() if key not in ("fused", "foreach")}
+
+    options = [[what(group) for group in groups] for groups in by_rank]
     if any(one != options[0] for one in options):
         raise UserError(
             "the optimizer has other parameter groups on some ranks of the pipeline than on others",
@@ -140,7 +152,7 @@ def merge_optimizers(parts: Sequence[OptimizerState], order: Sequence[str]) -> O
     for alike in zip(*(part.groups for part in parts), strict=True):
         names = {name for group in alike for name in group.parameters}
         groups.append(Group(parameters=sorted(names, key=place.__getitem__), options=alike[0].options))
-    return OptimizerState(name=parts[0].name, groups=groups, values=values)
+    return parts[0].model_copy(update={"groups": groups, "values": values})
 
 
 # Back -----------------------------------------------------------------------------------------------------------------
@@ -179,7 +191,7 @@ class Restoration:
         engine.restored()
         if self._with_optimizer:
             assert optimizer is not None
-            _restore_groups(engine, optimizer.groups)
+            _restore_groups(engine, optimizer)
             engine.optimizer.state.clear()
             for parameter, state in self._states.items():
                 engine.optimizer.state[parameter].update(state)
@@ -235,8 +247,8 @@ def restore_progress(engine: Engine, index: Index) -> None:
 
 
 def trained(engine: Engine) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of this rank that the optimizer has."""
-    return [(name, parameter) for name, parameter in engine.stored if parameter.requires_grad]
+    """The parameters of this rank that the optimizer was given."""
+    return engine.trained
 
 
 def _of_parameter(engine: Engine, name: str, parameter: torch.Tensor, stored_as: str, value: torch.Tensor) -> Holding:
@@ -365,12 +377,15 @@ def _check_optimizer(engine: Engine, index: Index) -> None:
     refuse_differences("the optimizer", [], strange)
 
 
-def _restore_groups(engine: Engine, groups: Sequence[Group]) -> None:
-    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+def _restore_groups(engine: Engine, optimizer: OptimizerState) -> None:
+    for group, saved in zip(engine.optimizer.param_groups, optimizer.groups, strict=True):
         for key, value in saved.options.items():
             if key in HOW_NOT_WHAT:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    rates = optimizer.rates or [None] * len(optimizer.groups)  # none are in older files
+    engine.rates.restore(RateState(rates, optimizer.schedulers))
+    engine.trainable.restore(optimizer.frozen)
 
 
 def _is_json(value: Any) -> bool:

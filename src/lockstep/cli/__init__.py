@@ -2,79 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
-import typer
+from lockstep.faults import early
 
-from lockstep.cli.bench import bench_command
-from lockstep.cli.board import board_command
-from lockstep.cli.ckpt import app as ckpt_app
-from lockstep.cli.compare import compare_command
-from lockstep.cli.doctor import doctor_command
-from lockstep.cli.fetch import fetch_command
-from lockstep.cli.generate import generate_command
-from lockstep.cli.jobs import jobs_command
-from lockstep.cli.lab import app as lab_app
-from lockstep.cli.plan import plan_command
-from lockstep.cli.report import report_command
-from lockstep.cli.run import run_command
-from lockstep.cli.submit import submit_command
-from lockstep.cli.train import train_command
-from lockstep.cli.verify import verify_command
-from lockstep.cli.watch import watch_command
-from lockstep.errors import UserError
-
-app = typer.Typer(
-    name="lockstep",
-    help="One training script, the same numbers on any parallel layout.",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-app.command("train")(train_command)
-app.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run_command)
-app.command("submit", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(
-    submit_command
-)
-app.command("jobs")(jobs_command)
-app.command("watch")(watch_command)
-app.command("verify")(verify_command)
-app.command("plan")(plan_command)
-app.command("doctor")(doctor_command)
-app.command("compare")(compare_command)
-app.command("bench")(bench_command)
-app.command("fetch")(fetch_command)
-app.command("generate")(generate_command)
-app.command("board")(board_command)
-app.command("report")(report_command)
-app.add_typer(ckpt_app)
-app.add_typer(lab_app)
-
-
-@app.callback()
-def about() -> None:
-    """One training script, the same numbers on any parallel layout."""
+TRAIN = ("run", "train")
+"""Commands that a scheduler stops, with a code that says so."""
 
 
 def main() -> None:
     """Run a command. Wrong input is one sentence on stderr and exit code 2."""
+    if sys.argv[1:2] and sys.argv[1] in TRAIN:
+        early.listen(early.stop_the_command)  # first: what follows takes a while to import
     try:
-        code = app(standalone_mode=False)
-    except UserError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        code = 2
-    except KeyboardInterrupt:
-        code = 130
-    except Exception as error:
-        # The usage errors of typer; their class moved between versions, their format_message did not.
-        if not hasattr(error, "format_message"):
-            raise
-        if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message())
-            sys.exit(0)
-        print(f"lockstep: {error.format_message()} (see lockstep --help)", file=sys.stderr)
-        code = 2
-    gc.freeze()  # else Python looks through all objects once more at its end, for a second or two
+        from lockstep.cli.app import run_app
+
+        code = run_app()
+    except early.StopError as stop:
+        print(f"lockstep: ended by {stop.number.name} before the training began", file=sys.stderr)
+        code = stop.code
+    if sys.argv[1:2] and sys.argv[1] in TRAIN:
+        early.ignore()
     sys.exit(code)

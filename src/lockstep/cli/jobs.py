@@ -27,6 +27,8 @@ class RunLine:
     job: str | None
     job_state: str | None
     changed: float
+    lost: int
+    """How many lines of its event log cannot be read."""
 
 
 def jobs_command(
@@ -37,7 +39,7 @@ def jobs_command(
     from rich.console import Console as Terminal
     from rich.table import Table
 
-    from lockstep.folder import EVENTS
+    from lockstep.folder import EVENTS, lost_lines
 
     folders = runs or [Path("runs")]
     for folder in folders:
@@ -63,18 +65,24 @@ def jobs_command(
         job = f"{line.job} {(line.job_state or 'unknown').lower()}" if line.job else ""
         table.add_row(line.run, line.state, done, loss, str(line.starts), job, _ago(line.changed))
     terminal.print(table)
+    for line in found:
+        if line.lost:
+            terminal.print(f"{line.run}: {lost_lines(line.lost)}", style="yellow", markup=False, soft_wrap=True)
     return 0
 
 
 def _line(path: Path) -> RunLine:
-    from lockstep.events import read_events
+    from lockstep.events import events_from
     from lockstep.folder import RunFolder
     from lockstep.launch.follow import note_end
     from lockstep.launch.queue import state_of
 
     folder = RunFolder(path, 1)
-    state, step, total, loss, starts, job, job_state = "waiting", None, None, None, 0, None, None
-    for event in read_events(folder.events):
+    state, step, total, loss, starts, job, job_state, lost = "waiting", None, None, None, 0, None, None, 0
+    for _, event in events_from(folder.events, 0):
+        if event is None:
+            lost += 1
+            continue
         match event["kind"]:
             case "start":
                 state, total, starts = "unfinished", event["total_steps"], starts + 1
@@ -93,7 +101,7 @@ def _line(path: Path) -> RunLine:
         if now.is_over:
             note_end(folder, now)
     changed = folder.events.stat().st_mtime
-    return RunLine(str(path), state, step, total, loss, starts, job, job_state, changed)
+    return RunLine(str(path), state, step, total, loss, starts, job, job_state, changed, lost)
 
 
 def _ago(when: float) -> str:

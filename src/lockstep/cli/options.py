@@ -35,6 +35,9 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="One config value: 
 Name = Annotated[str | None, typer.Option(help="The run's name under runs/. An unfinished one is continued.")]
 RunDir = Annotated[Path | None, typer.Option(help="The run folder itself, instead of a name.")]
 Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint.")]
+Accept = Annotated[
+    list[str] | None, typer.Option(help="Go on although: changed-script, the code is another one. May be repeated.")
+]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps to do in all.")]
 Profile = Annotated[str | None, typer.Option(metavar="STEPS", help="Record a trace of these steps: 10-12, or 10.")]
 ProfileRanks = Annotated[str | None, typer.Option(help="Ranks that record it: 0,3, or all. Default: rank 0.")]
@@ -199,6 +202,7 @@ def train_in(
     on_oom: str,
 ) -> int:
     """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
+    from lockstep.faults import early
     from lockstep.folder import EXIT_CODE, create_folder, hold, is_held, take_back
     from lockstep.launch.allocation import find_allocation
     from lockstep.launch.follow import note_start
@@ -233,6 +237,7 @@ def train_in(
                 on_oom=config.on_oom or on_oom,
                 is_ours=partial(is_held, folder.path, lock) if lock else None,
             )
+            early.ignore()  # its code is known
         finally:
             console.close()
         is_ours = lock is not None and is_held(folder.path, lock)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +30,7 @@ OURS = ("nodes", "nproc", "node_rank", "head", "name", "run_dir", "resume")
 
 
 def submit_command(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="train|run ...", help="The command, as on one machine.")],
     cluster: Annotated[str | None, typer.Option(help="A cluster profile: its name, or a TOML file.")] = None,
     nodes: Annotated[
@@ -46,6 +49,7 @@ def submit_command(
     requeue: Annotated[bool, typer.Option(help="Go back into the queue after a stop or a lost node.")] = True,
     kubernetes: Annotated[str | None, typer.Option(metavar="IMAGE", help="Print a JobSet with this image.")] = None,
     claim: Annotated[str, typer.Option(help="The volume claim of a JobSet that holds the runs.")] = "runs",
+    snapshot: Annotated[bool, typer.Option("--snapshot", help="Run a copy of the script's code as it is now.")] = False,
     name: opt.Name = None,
     run_dir: opt.RunDir = None,
     dry_run: opt.DryRun = False,
@@ -54,11 +58,16 @@ def submit_command(
 ) -> int:
     """Run a training as a Slurm job: `lockstep submit --nodes 2 --time 4h train lm`. Options stand before `train`."""
     from lockstep.cluster import check_shared, expanded, find_cluster
-    from lockstep.folder import choose_folder
+    from lockstep.folder import SNAPSHOT, choose_folder
     from lockstep.launch import slurm
     from lockstep.launch.job import Job
     from lockstep.launch.nodes import counts
+    from lockstep.launch.snapshot import copy_code, files_of
 
+    for option, value in context.params.items():
+        _refuse_control_characters("the command" if option == "command" else f"--{option.replace('_', '-')}", value)
+    _refuse_control_characters("the current folder", Path.cwd())
+    _refuse_control_characters("the virtual environment", _own_environment())
     profile = _with_options(find_cluster(cluster), partition=partition, account=account, qos=qos, sbatch=sbatch)
     given = _parse(command)
     if follow and array:
@@ -84,6 +93,13 @@ def submit_command(
         array=array,
     )
     _check_command(command[0], given, job)
+    if snapshot and (kubernetes or command[0] != "run"):
+        what = "a JobSet runs its image's" if kubernetes else "a recipe has none of its own"
+        raise UserError(f"--snapshot keeps a script's code, and {what}", "leave it out")
+    copy, script = _beside(job, SNAPSHOT), Path(given.get("script", ""))
+    files = files_of(script, runs) if snapshot else []
+    if snapshot:
+        job = replace(job, command=_of_copy(command, given, copy))
     if kubernetes:
         from lockstep.launch import kubernetes as k8s
 
@@ -95,7 +111,7 @@ def submit_command(
         print(text, end="")
         return 0
     check_shared(profile, job.run_dir)
-    number = _submit(job, folder, text)
+    number = _submit(job, folder, text, lambda: copy_code(script, files, copy) if snapshot else None)
     said = {"job": number, "run": str(job.run_dir), "script": str(_script_of(job))}
     if as_json and not follow:
         print(json.dumps(said))
@@ -110,6 +126,13 @@ def submit_command(
     if as_json:
         print(json.dumps({**said, **opt.result(folder, code)}, allow_nan=False))
     return code
+
+
+def _refuse_control_characters(what: str, value: Any) -> None:
+    """A new line in a name would be a line of the job's script."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, str | Path) and not str(one).isprintable():
+            raise UserError(f"{what} has control characters in it ({str(one)!r})", "leave them out")
 
 
 def _parse(command: list[str]) -> dict[str, Any]:
@@ -171,6 +194,7 @@ def _name_of(kind: str, given: dict[str, Any]) -> str:
 def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
     from lockstep import config as cfg
+    from lockstep.checkpoint.code import check_code_on_disk
     from lockstep.layout import AUTO, Layout
     from lockstep.selection import ranks_of
     from lockstep.sinks.trackers import check_installed
@@ -182,6 +206,8 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     if kind == "run":
         if not Path(given["script"]).is_file():
             raise UserError(f"there is no script {given['script']}", "check the path; options stand before it")
+        if not given.get("accept"):
+            check_code_on_disk(job.run_dir, Path(given["script"]))
         config: cfg.LaunchConfig = cfg.script_config(
             {**told, **assigned, "script": str(given["script"])}, "the command"
         )
@@ -215,11 +241,24 @@ def _own_environment() -> Path | None:
 def _script_of(job: Job) -> Path:
     from lockstep.folder import JOB_SCRIPT
 
-    return job.run_dir.with_name(f"{job.run_dir.name}.{JOB_SCRIPT}") if job.array else job.run_dir / JOB_SCRIPT
+    return _beside(job, JOB_SCRIPT)
 
 
-def _submit(job: Job, folder: RunFolder, text: str) -> str:
+def _beside(job: Job, name: str) -> Path:
+    """Where something of the job itself is: in the run folder, and of an array beside the folders of its runs."""
+    return job.run_dir.with_name(f"{job.run_dir.name}.{name}") if job.array else job.run_dir / name
+
+
+def _of_copy(command: list[str], given: dict[str, Any], copy: Path) -> tuple[str, ...]:
+    """The command with the copy's script in the place of the user's."""
+    at = len(command) - len(given["args"] or []) - 1
+    assert Path(command[at]) == Path(given["script"])
+    return *command[:at], str(copy / Path(given["script"]).name), *command[at + 1 :]
+
+
+def _submit(job: Job, folder: RunFolder, text: str, take_copy: Callable[[], None]) -> str:
     """Write the script into the run folder and submit it; a refused job leaves nothing."""
+    from lockstep.folder import SNAPSHOT
     from lockstep.launch.follow import note
     from lockstep.launch.queue import JobState, check_accepted, last_job, state_of, submit
 
@@ -235,14 +274,18 @@ def _submit(job: Job, folder: RunFolder, text: str) -> str:
         check_accepted(Path(draft.name))
     finally:
         Path(draft.name).unlink()
-    script = _script_of(job)
+    script, copy = _script_of(job), _beside(job, SNAPSHOT)
+    had_copy = copy.exists()
     made = [path for path in (job.run_dir / "logs", job.run_dir) if not path.exists()]
     try:
         (script.parent if job.array else job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        take_copy()
         script.write_text(text, encoding="utf-8")
         number = submit(script)
     except BaseException:
         script.unlink(missing_ok=True)
+        if not had_copy:
+            shutil.rmtree(copy, ignore_errors=True)
         for path in made:
             with suppress(OSError):
                 path.rmdir()

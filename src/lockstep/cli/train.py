@@ -40,6 +40,7 @@ def train_command(
     name: opt.Name = None,
     run_dir: opt.RunDir = None,
     resume: opt.Resume = "auto",
+    accept: opt.Accept = None,
     device: opt.Device = None,
     share_gpu: opt.ShareGpu = None,
     dry_run: opt.DryRun = False,
@@ -52,6 +53,7 @@ def train_command(
     from rich.console import Console as Terminal
 
     from lockstep import config as cfg
+    from lockstep.checkpoint.code import accept_by_name
     from lockstep.checkpoint.format import steps_on_disk
     from lockstep.folder import check_same_training, choose_folder
     from lockstep.launch.nodes import find_nodes
@@ -59,6 +61,7 @@ def train_command(
     from lockstep.selection import ranks_of
     from lockstep.sinks.trackers import check_installed
 
+    accept_by_name(accept)
     terminal = Terminal(stderr=as_json, highlight=False)
     told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
     told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)

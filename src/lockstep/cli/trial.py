@@ -114,7 +114,7 @@ def choose_layout_for(
 
     alone = {**ON_CPUS, "layout": "single", "nproc": 1}
     config = config.model_copy(update=alone)
-    settings = {"steps": 1, "micro_batch": {}, "explain": True, "layout": "single"}
+    settings = {"steps": 1, "explain": True, "layout": "single"}
     with tempfile.TemporaryDirectory(prefix="lockstep-look-") as folder, terminal.status("looking at the model"):
         plan = look_at(Path(folder, "look"), config, worker, settings)
     if not isinstance(plan, dict):

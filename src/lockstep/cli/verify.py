@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from lockstep.causes import Verdict
     from lockstep.config import LaunchConfig
+    from lockstep.launch.supervise import Outcome
     from lockstep.layout import Layout
     from lockstep.verify import Comparison
 
@@ -41,36 +42,43 @@ def verify_command(
     """Train a few steps under a layout and on one process, on CPUs, and compare every number; nothing is kept."""
     from rich.console import Console as Terminal
 
-    from lockstep.layout import Layout
-
     terminal = Terminal(stderr=as_json, highlight=False)
     config, wanted, worker = _subject(what, args or [], opt.given(layout=layout, nproc=nproc), set_ or [])
-    settings = {"steps": steps, "micro_batch": {}, "blocks": blocks, "explain": explain, "layout": str(wanted)}
+    settings = {"steps": steps, "blocks": blocks, "explain": explain, "layout": str(wanted)}
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as temporary:
-        folders = {name: Path(temporary, name) for name in ("layout", "single")}
         if explain:
-            return _explain(folders["single"], config, worker, settings, terminal, as_json)
+            return _explain(Path(temporary, "single"), config, worker, settings, terminal, as_json)
 
         from lockstep.causes import judge
-        from lockstep.recording import read_recording
-        from lockstep.verify import compare
+        from lockstep.recording import Recording, read_recording
+        from lockstep.verify import prove
 
-        with terminal.status(f"training {steps} steps under {wanted}"):
-            outcome = launch_trial(folders["layout"], config, wanted, worker, settings)
-        if outcome.code:
-            return failed(outcome, f"under {wanted}", as_json)
-        ours = read_recording(folders["layout"] / "recording")
-        with terminal.status(f"training {steps} steps on one process"):
-            settings["micro_batch"] = ours.micro_batch
-            outcome = launch_trial(folders["single"], config, Layout(), worker, settings)
-        if outcome.code:
-            return failed(outcome, "on one process", as_json)
-        found = compare(ours, read_recording(folders["single"] / "recording"))
-        verdict = judge(found)
-        _show(found, verdict, terminal)
+        def record(where: str, layout: Layout, more: dict[str, Any]) -> Recording:
+            folder = Path(temporary, where.replace(" ", "-"))
+            with terminal.status(f"training {steps} steps {where}"):
+                outcome = launch_trial(folder, config, layout, worker, {**settings, **more})
+            if outcome.code:
+                raise _FailedError(outcome, where)
+            return read_recording(folder / "recording")
+
+        try:
+            found, other = prove(wanted, record)
+        except _FailedError as error:
+            return failed(error.outcome, error.where, as_json)
+        verdict = judge(found, other)
+        _show(found, other, verdict, terminal)
         if as_json:
-            print(json.dumps(_as_json(found, verdict), allow_nan=False))
-        return 0 if found.same else 1
+            print(json.dumps(_as_json(found, other, verdict), allow_nan=False))
+        return 0 if verdict.cause is None else 1
+
+
+class _FailedError(Exception):
+    """A run that did not come to its end."""
+
+    def __init__(self, outcome: Outcome, where: str) -> None:
+        super().__init__(where)
+        self.outcome = outcome
+        self.where = where
 
 
 def _subject(
@@ -133,7 +141,7 @@ def _explain(
     return 0
 
 
-def _show(found: Comparison, verdict: Verdict, terminal: Terminal) -> None:
+def _show(found: Comparison, other: Comparison | None, verdict: Verdict, terminal: Terminal) -> None:
     from rich.table import Table
 
     from lockstep.verify import checks
@@ -141,12 +149,12 @@ def _show(found: Comparison, verdict: Verdict, terminal: Terminal) -> None:
     for line in _remarks(found):
         terminal.print(line, markup=False)
     table = Table("check", "largest difference", "allowed", "", "", box=None, header_style="bold", pad_edge=False)
-    for check in checks(found):
+    for check in checks(found, other):
         amounts = ["" if amount is None else f"{amount:.1e}" for amount in (check.largest, check.allowed)]
         outcome = "[green]ok[/]" if check.ok else "[bold red]MISMATCH[/]"
         table.add_row(check.name, *amounts, outcome, check.note)
     terminal.print(table)
-    terminal.print(f"\n{verdict.text}", style="green" if found.same else "bold red", markup=False, soft_wrap=True)
+    terminal.print(f"\n{verdict.text}", style="bold red" if verdict.cause else "green", markup=False, soft_wrap=True)
 
 
 def _remarks(found: Comparison) -> list[str]:
@@ -161,17 +169,17 @@ def _remarks(found: Comparison) -> list[str]:
     return remarks
 
 
-def _as_json(found: Comparison, verdict: Verdict) -> dict[str, Any]:
+def _as_json(found: Comparison, other: Comparison | None, verdict: Verdict) -> dict[str, Any]:
     from lockstep.events import without_non_finite
     from lockstep.verify import checks
 
     return {
-        "ok": found.same,
+        "ok": verdict.cause is None,
         "layout": found.layout,
         "steps": len(found.steps),
         "micro_batch": found.ours.micro_batch,
         "remarks": _remarks(found),
-        "checks": [without_non_finite(asdict(check)) for check in checks(found)],
+        "checks": [without_non_finite(asdict(check)) for check in checks(found, other)],
         "cause": verdict.cause,
         "step": verdict.step,
         "module": verdict.module,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
 from operator import index
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,19 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from lockstep.data.digest import digest_of_value
 from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan, deal
-from lockstep.errors import UserError
+from lockstep.data.workers import Workers, as_value, delivered, naming
+from lockstep.errors import UserError, some_samples
 from lockstep.runtime.seeds import seed_host, seed_of
 
 Collate = Callable[[list[Any]], Any]
 Tokens = Callable[[Any], int | tuple[int, int]]
 """How many tokens a collated batch has; or that, and how many of them only fill rows up."""
+
+END_OF_STREAM = object()
+MOST_SETTINGS = 200
+"""Of a dataset, that are looked at between steps."""
 
 SOCKET_PATH = 107
 LONGEST_TMPDIR = SOCKET_PATH - len("/pymp-12345678/listener-12345678")
@@ -39,6 +46,12 @@ class MicroBatch:
     filler: bool = False
     tokens: Any = None
     """What was counted in it, and of that what only fills rows up; None where nobody counts tokens."""
+    first: int = 0
+
+    @property
+    def positions(self) -> range:
+        """The places of its samples in the step."""
+        return range(self.first, self.first + len(self.ids))
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,8 @@ class StepBatch:
     epoch: int
     after: Position
     loader: str = "train"
+    first_samples: str | None = None
+    """A digest, at the first step of a stream: every rank reads all of it, so it is the same on all of them."""
 
     @property
     def ids(self) -> list[int]:
@@ -62,6 +77,12 @@ class StepBatch:
         """The tokens that this rank computes and how many of them only fill rows up, or its samples and 0."""
         counted = [_checked_count(part) for part in self.micro_batches if not part.filler]
         return sum(items for items, _ in counted), sum(padding for _, padding in counted)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise UserError(
+            f"batch[{key!r}] was asked of a step, which has its samples in micro-batches",
+            "give the whole of it to engine.step, whose loss function gets them; batch.micro_batches has their data",
+        )
 
     def pin_memory(self) -> StepBatch:
         """For the DataLoader: page-locked copies that travel to a GPU without waiting."""
@@ -109,6 +130,12 @@ class Loader:
     reading_samples: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the next samples are waited for."""
     steps_done: int = 0
+    micro_batch_given: bool = False
+    """Whether the size of micro-batches was said, and not chosen."""
+    is_coupled: bool = False
+    """Whether that size decides numbers, because samples see those who share their forward."""
+    changes_itself: Collection[str] = ()
+    """Which settings of the dataset are others after it was read."""
     is_read: bool = False
     """Whether it was iterated to its end."""
 
@@ -137,13 +164,12 @@ class Loader:
             )
         batches = iter(self._stream() if isinstance(self.dataset, IterableDataset) else self._planned())
         while (batch := self._next(batches)) is not None:
-            if batch.samples == 0:
-                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
+            batch = replace(batch, loader=self.name)
             self.before_step(batch)
             self.position = batch.after
             self.steps_done += 1
             self.is_read = self.steps_done == self.total_steps
-            yield replace(batch, loader=self.name)
+            yield batch
         self.is_read = True
         self.before_step(None)
 
@@ -157,23 +183,29 @@ class Loader:
         while remaining > 0:
             left = self.order.steps_left(start)
             count = remaining if self.reading.persistent else min(remaining, left)
-            yield from read_steps(self.dataset, _Plans(self.order, start, count), self.order, self.reading)
+            steps = read_steps(self.dataset, _Plans(self.order, start, count), self.order, self.reading)
+            yield from self._unchanged(steps) if self.workers else steps
             remaining, start = remaining - count, Position(start.epoch + 1 + (start.consumed >= self.order.size), 0)
+
+    def _unchanged(self, steps: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The steps that processes read, as long as the script leaves the dataset alone, of which they have copies."""
+        before = settings_of(self.dataset)
+        for step in steps:
+            now = settings_of(self.dataset)
+            name = next((name for name in changed_settings(before, now) if name not in self.changes_itself), None)
+            if name is not None:
+                raise UserError(
+                    f"the dataset's {name} was changed from {before[name]!r} to {now[name]!r} between steps, and its "
+                    f"{self.workers} loader process{'es' * (self.workers > 1)} read with copies of before",
+                    "give workers=0 to run.loader (config: data.workers), where it counts from the next step on, or "
+                    "make it a function of the sample",
+                )
+            yield step
 
     def _stream(self) -> Iterator[StepBatch]:
         stream = _StreamSteps(self.dataset, self.order, self.position, self.epochs, self.reading)
-        loader = DataLoader(
-            stream,
-            batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=self.reading.prefetch if self.reading.workers else None,
-            multiprocessing_context="fork" if self.reading.workers else None,
-            collate_fn=_same,
-            pin_memory=self.reading.pin,
-            generator=torch.Generator(),
-        )
         limit = None if self.steps is None else max(0, self.steps - self.steps_done)
-        return islice(iter(loader), limit)
+        return islice(_batches(stream, self.reading, self.workers), limit)
 
 
 def evaluation_batches(dataset: Dataset[Any], order: Order, reading: Reading) -> Iterator[MicroBatch]:
@@ -183,6 +215,25 @@ def evaluation_batches(dataset: Dataset[Any], order: Order, reading: Reading) ->
         return
     for batch in read_steps(dataset, list(order.once_through()), order, reading):
         yield from batch.micro_batches
+
+
+def settings_of(dataset: Any, prefix: str = "", depth: int = 3) -> dict[str, Any]:
+    """Numbers and texts among the attributes of a dataset and of what it is made of: a noise level, a transform's p."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if len(found) >= MOST_SETTINGS:
+            break
+        if isinstance(value, bool | int | float | str):
+            found[prefix + name] = value
+        elif depth > 1 and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | torch.Tensor):
+            found |= settings_of(value, f"{prefix}{name}.", depth - 1)
+    return found
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings of a dataset that have another value; one that was left alone is the same object, NaN too."""
+    there = [name for name in before if name in now]
+    return [name for name in there if now[name] is not before[name] and now[name] != before[name]]
 
 
 def dataset_size(dataset: Any, what: str) -> int:
@@ -221,20 +272,33 @@ class _StepReader(Dataset[StepBatch]):
     dataset: Any
     order: Order
     reading: Reading
+    workers: Workers | None = None
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
+        step: StepBatch = as_value(lambda: self._step(plan))
+        return step
+
+    def _step(self, plan: StepPlan) -> StepBatch:
         # A worker process draws for nobody else.
         with nullcontext() if get_worker_info() else kept_random_state():
             micro_batches = [self._read(plan.epoch, part) for part in plan.micro_batches]
+        self._at(-1)
         return StepBatch(micro_batches, self.order.global_batch, plan.samples, plan.epoch, plan.after)
 
     def _read(self, epoch: int, part: MicroBatchPlan) -> MicroBatch:
-        samples = []
-        for sample_id in part.ids.tolist():
-            # Augmentation follows the sample, not the worker or the rank that happens to read it.
-            seed_host(seed_of(self.order.seed, "sample", epoch, sample_id))
-            samples.append(self.dataset[sample_id])
-        return _collated(part, samples, self.reading)
+        return collated(part, [self.sample(epoch, sample_id) for sample_id in part.ids.tolist()], self.reading)
+
+    def sample(self, epoch: int, sample_id: int) -> Any:
+        """One sample of an epoch."""
+        self._at(sample_id)
+        # Augmentation follows the sample, not the worker or the rank that happens to read it.
+        seed_host(seed_of(self.order.seed, "sample", epoch, sample_id))
+        with naming(f"sample {sample_id}"):
+            return self.dataset[sample_id]
+
+    def _at(self, sample_id: int) -> None:
+        if self.workers is not None:
+            self.workers.at(sample_id)
 
 
 def in_groups(micro_batches: Iterable[MicroBatch], size: int) -> Iterator[list[MicroBatch]]:
@@ -246,33 +310,27 @@ def in_groups(micro_batches: Iterable[MicroBatch], size: int) -> Iterator[list[M
 
 def read_steps(dataset: Any, plans: Iterable[StepPlan], order: Order, reading: Reading) -> Iterator[StepBatch]:
     """The collated samples of the plans, read ahead by worker processes where there are any."""
-    loader = DataLoader(
-        _StepReader(dataset, order, reading),
-        sampler=plans,
-        batch_size=None,
-        collate_fn=_same,
-        num_workers=reading.workers,
-        prefetch_factor=reading.prefetch if reading.workers else None,
-        # Whatever Python's default is: the others start slowly and cannot take a lambda along.
-        multiprocessing_context="fork" if reading.workers else None,
-        pin_memory=reading.pin,
-        generator=torch.Generator(),  # else it draws its workers' seed from the training's stream
-    )
-    return iter(loader)
+    return _batches(_StepReader(dataset, order, reading), reading, reading.workers, sampler=plans)
 
 
-def first_micro_batch(dataset: Any, order: Order, collate: Collate) -> MicroBatch:
-    """A training's first micro-batch, the same on every rank; nothing is consumed."""
-    if isinstance(dataset, IterableDataset):
-        with kept_random_state():
-            samples = list(islice(_stream_epoch(dataset, order.seed, 0), order.micro_batch))
-            if not samples:
-                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
-            return MicroBatch(0, list(range(len(samples))), collate(samples))
-    whole = replace(order, data_rank=0, data_size=1, equal_counts=False)
-    plan = next(whole.steps(Position()))
-    reader = _StepReader(dataset, whole, Reading(collate=collate))
-    return reader[replace(plan, micro_batches=plan.micro_batches[:1])].micro_batches[0]
+def _batches(
+    steps: _StepReader | _StreamSteps, reading: Reading, workers: int, sampler: Iterable[StepPlan] | None = None
+) -> Iterator[StepBatch]:
+    def make(processes: Workers | None) -> DataLoader[StepBatch]:
+        return DataLoader(
+            replace(steps, workers=processes),
+            sampler=sampler,
+            batch_size=None,
+            collate_fn=_same,
+            num_workers=workers,
+            prefetch_factor=reading.prefetch if workers else None,
+            multiprocessing_context=processes,
+            worker_init_fn=processes.begin if processes else None,
+            pin_memory=reading.pin,
+            generator=torch.Generator(),  # else it draws its workers' seed from the training's stream
+        )
+
+    return delivered(make, workers)
 
 
 @dataclass(frozen=True)
@@ -284,49 +342,58 @@ class _StreamSteps(IterableDataset[StepBatch]):
     start: Position
     epochs: int | None
     reading: Reading
+    workers: Workers | None = None
 
-    def __iter__(self) -> Iterator[StepBatch]:
-        epoch, skip = self.start.epoch, self.start.consumed
+    def __iter__(self) -> Iterator[Any]:
+        steps = self._steps()
+        while (step := as_value(lambda: next(steps, None))) is not None:
+            yield step
+
+    def _steps(self) -> Iterator[StepBatch]:
+        epoch, skip, is_first = self.start.epoch, self.start.consumed, True
         while self.epochs is None or epoch < self.epochs:
-            samples = _stream_epoch(self.dataset, self.order.seed, epoch)
+            samples = stream_epoch(self.dataset, self.order.seed, epoch, self.workers)
             consumed = sum(1 for _ in islice(samples, skip))
             while step := list(islice(samples, self.order.global_batch)):
                 ids = np.arange(consumed, consumed + len(step), dtype=np.int64)
                 consumed += len(step)
                 mine = self._take(step, ids)
-                yield StepBatch(mine, self.order.global_batch, len(step), epoch, Position(epoch, consumed))
+                first = digest_of_value([step[0], step[-1]]) if is_first else None
+                after = Position(epoch, consumed)
+                yield StepBatch(mine, self.order.global_batch, len(step), epoch, after, first_samples=first)
+                is_first = False
             if consumed == 0:
-                # The loader refuses it: a UserError raised in a worker process arrives as a RuntimeError.
-                yield StepBatch([], self.order.global_batch, 0, epoch, Position(epoch, 0))
-                return
+                raise UserError("the stream gave no sample", "check what the iterable dataset reads")
             epoch, skip = epoch + 1, 0
 
     def _take(self, step: list[Any], ids: Ids) -> list[MicroBatch]:
         order, first = self.order, int(ids[0])
         plans = deal(ids, order.micro_batch, order.data_rank, order.data_size, order.equal_counts)
-        return [_collated(plan, [step[i - first] for i in plan.ids.tolist()], self.reading) for plan in plans]
+        return [collated(plan, [step[i - first] for i in plan.ids.tolist()], self.reading) for plan in plans]
 
 
 def _stream_evaluation(dataset: Any, order: Order, reading: Reading) -> Iterator[MicroBatch]:
-    samples = _stream_epoch(dataset, order.seed, 0)
+    samples = stream_epoch(dataset, order.seed, 0)
     count, first = 0, None
     while step := list(islice(samples, order.micro_batch)):
         start = count * order.micro_batch
-        plan = MicroBatchPlan(count, np.arange(start, start + len(step), dtype=np.int64))
+        plan = MicroBatchPlan(count, np.arange(start, start + len(step), dtype=np.int64), first=start)
         first = first or (plan, step)
         if count % order.data_size == order.data_rank:
-            yield _collated(plan, step, reading)
+            yield collated(plan, step, reading)
         count += 1
     if first is None:
         raise UserError("the evaluation stream gave no sample", "check what the iterable dataset reads")
     if order.equal_counts and count % order.data_size and order.data_rank >= count % order.data_size:
-        yield _collated(replace(first[0], filler=True), first[1], reading)
+        yield collated(replace(first[0], filler=True), first[1], reading)
 
 
-def _collated(plan: MicroBatchPlan, samples: list[Any], reading: Reading) -> MicroBatch:
-    data = reading.collate(samples)
-    tokens = None if reading.tokens is None else count_tokens(reading.tokens, data)
-    return MicroBatch(plan.index, plan.ids.tolist(), data, plan.filler, tokens)
+def collated(plan: MicroBatchPlan, samples: list[Any], reading: Reading) -> MicroBatch:
+    """Samples as one micro-batch."""
+    with naming(some_samples(plan.ids.tolist())):
+        data = reading.collate(samples)
+        tokens = None if reading.tokens is None else count_tokens(reading.tokens, data)
+    return MicroBatch(plan.index, plan.ids.tolist(), data, plan.filler, tokens, plan.first)
 
 
 def count_tokens(tokens: Tokens, data: Any) -> Any:
@@ -341,7 +408,6 @@ def count_tokens(tokens: Tokens, data: Any) -> Any:
 
 
 def _checked_count(part: MicroBatch) -> tuple[int, int]:
-    # Not in the worker process that counts: a UserError of its would arrive as a RuntimeError.
     if part.tokens is None:
         return len(part.ids), 0
     try:
@@ -356,7 +422,7 @@ def _checked_count(part: MicroBatch) -> tuple[int, int]:
     return tokens, padding
 
 
-def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
+def stream_epoch(dataset: Any, seed: int, epoch: int, workers: Workers | None = None) -> Iterator[Any]:
     """One pass over a stream; `set_epoch` is called where the dataset has one.
 
     The stream draws from a random state of its own, the same on every rank: drawing from the training's would make
@@ -366,14 +432,17 @@ def _stream_epoch(dataset: Any, seed: int, epoch: int) -> Iterator[Any]:
         seed_host(seed_of(seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
-        iterator = iter(dataset)
+        with naming("sample 0 of the stream"):
+            iterator = iter(dataset)
         state = _random_state()
-    while True:
+    for number in count():
+        if workers is not None:
+            workers.at(number)
         with kept_random_state():
             _set_random_state(state)
-            try:
-                sample = next(iterator)
-            except StopIteration:
+            with naming(f"sample {number} of the stream"):
+                sample = next(iterator, END_OF_STREAM)
+            if sample is END_OF_STREAM:
                 return
             state = _random_state()
         yield sample

@@ -1,7 +1,7 @@
 """Which samples a step reads: a function of (seed, epoch, position) and the layout's data coordinate, nothing else.
 
-A step's samples are cut into logical micro-batches first, and those are dealt to the data ranks. So the micro-batches,
-and with them dropout masks and batch statistics, are the same on any layout.
+A step's samples are cut into logical micro-batches first, and those are dealt to the data ranks. So at a given size the
+micro-batches, and with them batch statistics, are the same on any layout.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class MicroBatchPlan:
     index: int
     ids: Ids
     filler: bool = False
+    first: int = 0
+    """The place in the step of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def deal(ids: Ids, micro_batch: int, data_rank: int, data_size: int, equal_count
     count = -(-len(ids) // micro_batch)
 
     def plan(index: int, filler: bool = False) -> MicroBatchPlan:
-        return MicroBatchPlan(index, ids[index * micro_batch : (index + 1) * micro_batch], filler)
+        first = index * micro_batch
+        return MicroBatchPlan(index, ids[first : first + micro_batch], filler, first)
 
     mine = [plan(index) for index in share(count, data_rank, data_size)]
     if equal_counts:

@@ -22,11 +22,6 @@ class Progress:
         """Another checkpoint is the one that the run goes on from."""
         self._saved = saved
 
-    def clear(self) -> None:
-        """A new engine has no loaders yet."""
-        self.loaders.clear()
-        self.positions.clear()
-
     @property
     def first(self) -> Loader | None:
         """The loader that was made first: the training's."""
@@ -75,6 +70,7 @@ class Progress:
             "position": [position.epoch, position.consumed],
             "steps_done": steps_done,
             "micro_batch": loader.order.micro_batch,
+            "micro_batch_given": loader.micro_batch_given,
             "samples": loader.order.size,
             "global_batch": loader.order.global_batch,
             "shuffle": loader.order.shuffle,

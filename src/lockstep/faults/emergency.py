@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from lockstep.errors import InvariantError, SaveError, StoppedTogetherError, UserError
+from lockstep.errors import InvariantError, SampleError, SaveError, StoppedTogetherError
 from lockstep.parallel.dtensors import local_part
 
 if TYPE_CHECKING:
     from lockstep.run import Run
+    from lockstep.runtime.comm import Comm
 
-NEVER = (UserError, SaveError, InvariantError)
-"""After these there is nothing to save: the input is wrong, or the disk, or the state itself."""
+SECONDS_FOR_THE_OTHERS = 5.0
+"""How long rank 0 waits to hear that the others were refused too."""
+
+NEVER = (SaveError, InvariantError)
+"""After these there is nothing to save: the disk is wrong, or the state itself."""
 
 
 def on_uncaught(act: Callable[[BaseException], None]) -> Callable[[], None]:
@@ -26,8 +31,14 @@ def on_uncaught(act: Callable[[BaseException], None]) -> Callable[[], None]:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        act(error)
+        if isinstance(error, SampleError):
+            print(f"lockstep: {error}", file=sys.stderr, flush=True)
+            act(error)
+            return
+        try:
+            previous(kind, error, trace)
+        finally:  # after a UserError the hook before this one ends in the exit code
+            act(error)
 
     def undo() -> None:
         if sys.excepthook is hook:
@@ -42,6 +53,8 @@ def save_in_emergency(run: Run, error: BaseException) -> None:
 
     All ranks have to take part: either they all fail together, or there is only one.
     """
+    with suppress(Exception):  # who judges the failure reads in the events how far the run was
+        run.journal.flush()
     if not isinstance(error, Exception) or isinstance(error, NEVER) or not run.has_unsaved_steps:
         return
     if run.world_size > 1 and not isinstance(error, StoppedTogetherError):
@@ -61,3 +74,18 @@ def save_in_emergency(run: Run, error: BaseException) -> None:
     except Exception as failed:
         with suppress(Exception):  # the error that ends the run is the one to show
             run.message(f"no emergency checkpoint could be saved: {failed}", "warning")
+
+
+def refused_alike(comm: Comm, error: BaseException) -> bool:
+    """Whether all ranks were refused in the same words, as rank 0 hears of it, before anybody leaves; never raises."""
+    try:
+        notices, everybody = comm.notices("refused"), [str(rank) for rank in range(comm.world_size)]
+        notices.post(str(comm.rank), str(error))
+        end = time.monotonic() + SECONDS_FOR_THE_OTHERS
+        while comm.rank == 0 and not notices.has(*everybody):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return comm.rank == 0 and set(notices.wait(everybody)) == {str(error)}
+    except Exception:  # the store is gone, and with it the others
+        return False

@@ -18,14 +18,22 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from lockstep.errors import InvariantError, MemoryFullError, SaveError, StoppedTogetherError, UserError
+from lockstep.errors import (
+    InvariantError,
+    MemoryFullError,
+    NonFiniteError,
+    SampleError,
+    SaveError,
+    StoppedTogetherError,
+    UserError,
+)
 
 Kind = Literal["refused", "exception", "exit", "signal", "memory", "hang", "left"]
 """How a rank ended: refused input, an exception, its own sys.exit, a signal, memory, a hang, or too early with 0."""
@@ -77,6 +85,14 @@ class Failure:
     """Whether the script's own code, or a library that it called, raised it."""
     final: bool = False
     """Whether another try would only fail again."""
+    samples: str = ""
+    """Which samples could not be read, where it was that."""
+    shapes: list[str] = field(default_factory=list)
+    """Of what it gave to the collective that it was in."""
+    together: bool = False
+    """Whether all ranks have stopped of one mind, and say the same."""
+    blamed: int | None = None
+    """The rank that they stopped because of, where it is one."""
 
     @property
     def is_consequence(self) -> bool:
@@ -103,6 +119,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         kind, text = "refused", str(error)
     elif isinstance(error, MemoryFullError):
         kind, text = "memory", str(error)
+    elif isinstance(error, SampleError):
+        text = error.text
     elif isinstance(error, SystemExit):
         kind, text = "exit", f"called sys.exit({error.code!r})"
     final = isinstance(error, UserError | StoppedTogetherError | InvariantError | SaveError)
@@ -115,10 +133,14 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         short_host(),
         kind,
         text,
-        user_line(frames[::-1]),
+        getattr(error, "where", "") or user_line(frames[::-1]),
         user_call(frames[::-1]),
         time=time.time(),
         final=final,
+        samples=getattr(error, "samples", ""),
+        shapes=shapes_given(reversed([frame for frame, _ in traceback.walk_tb(trace)])),
+        together=isinstance(error, StoppedTogetherError),
+        blamed=error.rank if isinstance(error, NonFiniteError) else None,
         micro_batch=getattr(error, "micro_batch", None),
         of_script=not any(
             "/torch/distributed/" in file or file.startswith(BETWEEN_RANKS) for file, _, _ in frames[-2:]
@@ -130,18 +152,35 @@ Line = tuple[str, int, str]
 """File, line and function of one frame of a stack; stacks are given innermost first."""
 
 
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a running thread. Keep none: it would keep the tensors of its function alive."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def lines_of(frame: FrameType | None) -> list[Line]:
     """The stack of a running thread."""
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return lines
+    return [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in frames_of(frame)]
+
+
+def shapes_given(frames: Iterable[FrameType]) -> list[str]:
+    """What tensors were given to the innermost function of torch.distributed, each kind once. Needs no torch."""
+    for frame in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("/torch/distributed/distributed_c10d.py") and name != "wrapper" and not name.startswith("_"):
+            given = [
+                one for value in frame.f_locals.values() for one in (value if isinstance(value, list) else [value])
+            ]
+            tensors = [one for one in given if hasattr(one, "shape") and hasattr(one, "dtype")]
+            kinds = [f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors]
+            return list(dict.fromkeys(kinds))[:4]
+    return []
 
 
 def user_line(stack: Sequence[Line]) -> str:
     """The innermost line of the user's own code, as file:line in function; empty where there is none."""
-    return next((f"{_shown(file)}:{line} in {name}" for file, line, name in stack if is_users(file)), "")
+    return next((f"{shown_file(file)}:{line} in {name}" for file, line, name in stack if is_users(file)), "")
 
 
 def user_call(stack: Sequence[Line]) -> str:
@@ -150,6 +189,8 @@ def user_call(stack: Sequence[Line]) -> str:
     for file, _, name in reversed(inside):
         if name in ("wrapper", "__enter__", "__exit__", "inner"):  # of decorators and with statements
             continue
+        if file.endswith("/torch/nn/modules/module.py"):
+            return "a layer"
         if file.startswith(f"{OWN_CODE}/"):
             return "the loop over the loader" if name == "__iter__" else f"{Path(file).stem}.{name}"
         return f"dist.{name}" if "/torch/distributed/" in file else name
@@ -164,7 +205,16 @@ def is_users(file: str) -> bool:
     return not (ours or standard or any(name in file for name in libraries))
 
 
-def _shown(file: str) -> str:
+def is_ours(stack: Sequence[Line]) -> bool:
+    """Whether a thread is inside of Lockstep, other than of what starts a script."""
+    own = f"{OWN_CODE}/"
+    return any(
+        file.startswith(own) and not file.startswith((f"{own}launch/", f"{own}recipes/")) for file, _, _ in stack
+    )
+
+
+def shown_file(file: str) -> str:
+    """A path for people: from here, where that is shorter."""
     with suppress(ValueError):
         return str(Path(file).relative_to(Path.cwd()))
     return file
@@ -256,7 +306,9 @@ def root_cause(failures: Sequence[Failure], here: str = "") -> Failure | None:
     """
     causes = [failure for failure in failures if not failure.is_consequence]
 
-    def weight(failure: Failure) -> tuple[int, bool, float]:
-        return ORDER[failure.kind], failure.kind == "hang" and failure.host == here, failure.time
+    def weight(failure: Failure) -> tuple[int, bool, bool, float]:
+        says_it_of_another = failure.together and failure.rank != (failure.blamed or 0)
+        blames_here = failure.kind == "hang" and failure.host == here
+        return ORDER[failure.kind], blames_here, says_it_of_another, failure.time
 
     return min(causes, key=weight, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ Cause = Literal[
     "rank-conditional call",
     "uneven data",
     "network",
+    "no samples",
+    "different blocks",
 ]
 
 FOR_EVERY_RANK = ("save", "export", "validate", "evaluate", "test", "load_best", "reduce", "once", "setup", "loader")
@@ -37,8 +40,11 @@ class Report:
     moving: bool
     call: str
     where: str
-    shapes: list[list[int]] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    """Of what it gave to the collective that it is in."""
     stack: list[str] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    """The sharded blocks it has called in the step."""
 
     @property
     def place(self) -> str:
@@ -62,12 +68,8 @@ def explain(
     lead: str,
     silent: Sequence[int] = (),
     hosts: Mapping[int, Sequence[object]] | None = None,
-    mismatch: bool = False,
 ) -> Verdict:
-    """Find the cause of a hang. `silent` ranks gave no answer; `hosts` says where they were.
-
-    With `mismatch` the ranks did not wait for ever: a collective found that their tensors do not go together.
-    """
+    """Find the cause of a hang. `silent` ranks gave no answer; `hosts` says where they were."""
     waiting = [report for report in reports if report.waits]
     if silent:
         return _dead(lead, waiting, silent, hosts or {})
@@ -78,16 +80,61 @@ def explain(
     if gone and len(gone) < len(waiting):
         return _uneven(lead, waiting, gone)
     conditional = [report for report in waiting if _method(report) in FOR_EVERY_RANK]
-    if conditional and len(conditional) < len(waiting):
+    in_forward = any(_is_own(report) and _passed(report, "engine.py") for report in waiting)
+    if conditional and len(conditional) < len(waiting) and not in_forward:  # a loss may be called by run.loader
         return _conditional(lead, waiting, conditional)
     same_call = len({(report.call, report.where) for report in waiting}) == 1
-    if same_call and (mismatch or len({str(report.shapes) for report in waiting}) > 1):
+    if same_call and len({str(report.shapes) for report in waiting}) > 1:
         return _shapes(lead, waiting)
     if not same_call:
         return _skipped(lead, waiting)
     first = waiting[0]
     sentence = f"{lead}all {len(waiting)} ranks wait in {first.place}: the network between them does not get through"
     return Verdict(f"{sentence}; check links and firewalls, or give a longer timeout_minutes", "network", 0, first.host)
+
+
+def mismatched(found: Sequence[Report], others: Sequence[Report]) -> Verdict:
+    """Ranks did not wait for ever: in a collective of the ranks `found` tensors came that do not go together.
+
+    What these gave is not known any more. The `others` have lost them, in the same call or later.
+    """
+    first = found[0]
+    elsewhere = [report for report in (*found, *others) if report.place != first.place]
+    # A script's own collectives have a group of their own: whoever is in a call of Lockstep's has made this one before.
+    if elsewhere and (not _is_own(first) or any(map(_is_own, elsewhere))):
+        return explain([*found, *others], "ranks gave one collective tensors of different sizes: ")
+    return _shapes("", [report for report in others if report.place == first.place], found, elsewhere)
+
+
+def no_samples(report: Report, lead: str) -> Verdict:
+    """What to say of one rank alone whose loader gives nothing any more."""
+    sentence = f"{lead}rank {report.rank} is {report.phase} of step {report.step} at {report.where}"
+    fix = "find out why that takes for ever (a lock, a network file), or give a longer timeout_minutes"
+    return Verdict(f"{sentence}; {fix}", "no samples", report.rank, report.host, report.where)
+
+
+SAME_BLOCKS = (
+    "let every rank call the same blocks in every forward (decide by random, numpy or torch.rand(()), which draw the "
+    "same on every rank, or multiply by 0 what is left out), or use a dp layout"
+)
+
+
+def parted_ways(reports: Sequence[Report]) -> Verdict | None:
+    """Whether ranks have called different sharded blocks in one step: then they wait for each other for ever.
+
+    Needs no patience: it is so however long they have waited.
+    """
+    latest = max((report.step for report in reports), default=0)
+    here = [report for report in reports if report.step == latest and report.gathered]
+    for one, other in itertools.combinations(here, 2):
+        for mine, theirs in zip(one.gathered, other.gathered, strict=False):
+            if mine != theirs:
+                sentence = (
+                    f"rank {one.rank} came to {mine} where rank {other.rank} came to {theirs}, in step {latest}, "
+                    "and the blocks of a sharded model are gathered by all ranks together"
+                )
+                return Verdict(f"{sentence}; {SAME_BLOCKS}", "different blocks", other.rank, other.host, other.where)
+    return None
 
 
 def _dead(lead: str, waiting: list[Report], silent: Sequence[int], hosts: Mapping[int, Sequence[object]]) -> Verdict:
@@ -127,19 +174,30 @@ def _uneven(lead: str, waiting: list[Report], gone: list[Report]) -> Verdict:
     return Verdict(f"{sentence}; {fix}", "uneven data", first.rank, first.host, first.where or rest[0].where)
 
 
-def _shapes(lead: str, waiting: list[Report]) -> Verdict:
+def _shapes(
+    lead: str, waiting: Sequence[Report], found: Sequence[Report] = (), gone_on: Sequence[Report] = ()
+) -> Verdict:
+    """Who gave what to one collective. Nobody knows what the ranks `found` gave, and those that have `gone_on`."""
     by_shape: dict[str, list[Report]] = {}
     for report in waiting:
-        by_shape.setdefault(str(report.shapes[0] if report.shapes else []), []).append(report)
+        by_shape.setdefault(" and ".join(report.shapes) or "something else", []).append(report)
+    if found and len(by_shape) == 1:
+        by_shape["something else"] = list(found)
     parts = [f"{ranks([one.rank for one in group])} gave {shape}" for shape, group in by_shape.items()]
-    told = f": {', '.join(parts)}" if len(parts) > 1 else f" from {ranks([one.rank for one in waiting])}"
-    odd = min(by_shape.values(), key=len)[0]
-    sentence = f"{lead}{odd.call} at {odd.where} got different shapes{told}"
-    return Verdict(f"{sentence}; pad or gather sizes first", "different shapes", odd.rank, odd.host, odd.where)
+    if not parts:
+        parts.append(f"{ranks([one.rank for one in found])} got more than expected")
+    if gone_on:
+        parts.append(f"{ranks([one.rank for one in gone_on])} came through it, to {gone_on[0].place}")
+    odd = min(by_shape.values(), key=len)[0] if by_shape else found[0]
+    sentence = f"{lead}{odd.call} at {odd.where} got different shapes or dtypes: {', '.join(parts)}"
+    fix = f"let no shape in the model depend on the rank, and {SAME_BLOCKS}"
+    if _is_own(odd):
+        fix = "give it the same on every rank, pad or gather sizes first"
+    return Verdict(f"{sentence}; {fix}", "different shapes", odd.rank, odd.host, odd.where)
 
 
 def _skipped(lead: str, waiting: list[Report]) -> Verdict:
-    own = [report for report in waiting if report.call.startswith("dist.")]
+    own = [report for report in waiting if _is_own(report)]
     groups = Counter(report.place for report in waiting)
     if own and len(own) < len(waiting):
         callers, others = own, [report for report in waiting if report not in own]
@@ -149,14 +207,28 @@ def _skipped(lead: str, waiting: list[Report]) -> Verdict:
         others = [report for report in waiting if report.place != place]
     odd = min((callers, others), key=len)[0]
     verb = "passed it by" if len(others) <= len(callers) else "do not call it"
+    fix = "let every rank make the same collective calls in the same order"
+    if own and _passed(callers[0], "parallel/pipeline.py"):
+        verb = "cannot come to it"
+        fix = "make it between steps: the ranks of a pipeline call the loss and the model one after another"
     sentence = f"{lead}{_groups(callers)}, and {ranks([one.rank for one in others])} {verb}: {_groups(others)}"
     return Verdict(
-        f"{sentence}; let every rank make the same collective calls in the same order",
+        f"{sentence}; {fix}",
         "skipped collective",
         odd.rank,
         odd.host,
         callers[0].where,
     )
+
+
+def _is_own(report: Report) -> bool:
+    """Whether it is in a collective that the script makes by itself."""
+    return report.call.startswith("dist.")
+
+
+def _passed(report: Report, file: str) -> bool:
+    """Whether a file of Lockstep's is in the stack."""
+    return any(f"/lockstep/{file}:" in line for line in report.stack)
 
 
 def _method(report: Report) -> str:

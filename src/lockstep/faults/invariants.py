@@ -1,4 +1,4 @@
-"""What has to be true after every step, checked after the first one and now and then: cheap enough to be always on.
+"""What has to be true after every step, checked after the first one, now and then, before every save and at the end.
 
 Ranks that hold the same piece of a parameter hold the same bits of it, and of its gradient once gradients were
 exchanged; and the parameters of the model are those that are trained and stored. A digest of every tensor is computed
@@ -46,31 +46,42 @@ class Invariants:
         self._comm = comm
         self._every = every
         self._first = True
-        self._parameters = _parameters_of(engine)
+        self._parameters = parameters_of(engine)
+        self.checked_step = -1
+        """The last step whose values were compared."""
 
     def check_gradients(self) -> None:
         """After gradients were exchanged and before the update: ranks with the same piece have the same gradient."""
         step = self._engine.steps_done + 1
         if self._is_due(step) and self._comm.world_size > 1:
-            trained = [(name, parameter) for name, parameter in self._engine.stored if parameter.requires_grad]
-            pieces = [Piece(name, _held_by(self._engine, name, one), one.grad) for name, one in trained]
+            trained = self._engine.trained
+            pieces = [Piece(name, whose_piece(self._engine, name, one), one.grad) for name, one in trained]
             self._compare("gradient", step, pieces)
 
     def check_values(self) -> None:
         """After a step: ranks with the same piece have the same value, and the model is the one that is trained."""
-        step = self._engine.steps_done
-        if not self._is_due(step):
-            return
-        self._first = False
-        self._engine.rest()
-        now = _parameters_of(self._engine)
+        if self._is_due(self._engine.steps_done):
+            self._first = False
+            self._compare_values(with_optimizer=False)
+
+    def check_all(self) -> None:
+        """Before a save and at the end: the same of the optimizer's state too, so that no checkpoint mixes ranks."""
+        self._compare_values(with_optimizer=True)
+
+    def _compare_values(self, with_optimizer: bool) -> None:
+        engine = self._engine
+        engine.rest()
+        now = parameters_of(engine)
         pieces = []
         if self._comm.world_size > 1:
             # At zero1 the optimizer has rows of what the model computes with, which is the same on all data ranks.
-            values = [(name, now.get(name, parameter)) for name, parameter in self._engine.stored]
-            named = [*values, *self._engine.buffers]
-            pieces = [Piece(name, _held_by(self._engine, name, tensor), tensor) for name, tensor in named]
-        self._compare("value", step, pieces, _changed_parameters(self._parameters, now))
+            values = [(name, now.get(name, parameter)) for name, parameter in engine.stored]
+            named = [*values, *engine.buffers]
+            pieces = [Piece(name, whose_piece(engine, name, tensor), tensor) for name, tensor in named]
+            if with_optimizer:
+                pieces += _optimizer_pieces(engine)
+        self._compare("value", engine.steps_done, pieces, _changed_parameters(self._parameters, now))
+        self.checked_step = engine.steps_done
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and (self._first or step % self._every == 0)
@@ -100,6 +111,16 @@ class Piece(NamedTuple):
     name: str
     held_by: str
     tensor: torch.Tensor | None
+
+
+def _optimizer_pieces(engine: Engine) -> list[Piece]:
+    """The tensors of the optimizer's state, held like their parameters where they are cut like them."""
+    return [
+        Piece(f"the optimizer's {key} of {name}", whose_piece(engine, name, value), value)
+        for name, parameter in engine.stored
+        for key, value in sorted(engine.optimizer.state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _by_key(everybody: Sequence[tuple[Any, dict[str, int]]]) -> dict[str, set[int]]:
@@ -153,7 +174,7 @@ def _weights(width: int, device: torch.device) -> torch.Tensor:
     return torch.arange(width, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C2 + 1
 
 
-def _held_by(engine: Engine, name: str, tensor: torch.Tensor) -> str:
+def whose_piece(engine: Engine, name: str, tensor: torch.Tensor) -> str:
     """Names the ranks that hold the same piece of a tensor: all that have this text for it."""
     at = engine.layout.coordinate(engine.rank)
     data = tensor.data if isinstance(tensor, nn.Parameter) else tensor
@@ -165,13 +186,14 @@ def _held_by(engine: Engine, name: str, tensor: torch.Tensor) -> str:
     return ", ".join(places)
 
 
-def _parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
+def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
     """Every name in the model and the parameter it stands for; of stages that share one, as the first has it."""
     found: dict[str, nn.Parameter] = {}
-    for model in engine.models:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not is_fake(parameter):
-                found.setdefault(name, parameter)
+    with engine.hidden():
+        for model in engine.models:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if not is_fake(parameter):
+                    found.setdefault(name, parameter)
     return found
 
 

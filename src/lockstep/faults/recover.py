@@ -7,7 +7,7 @@ checkpoint, or stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,8 +29,8 @@ Action = Literal["warn", "skip", "rollback", "stop"]
 class Alarm:
     """What is wrong with a step, and what is done about it; equal on every rank.
 
-    `what` is "loss" or "gradient" (not finite), or "spike". `rank` and its samples where one rank saw it, else None and
-    all samples of the step.
+    `what` is "loss" or "gradient" (not finite), or "spike". `rank` and its samples where one rank alone saw it, else
+    None and all samples that may have caused it, none where it was the weights.
     """
 
     what: Literal["loss", "gradient", "spike"]
@@ -70,13 +70,12 @@ class Recovery:
         """Whether the gradient norm is read before every update, for which a GPU is waited for."""
         return self.config.on_nonfinite != "stop"
 
-    def nonfinite(
-        self, what: Literal["loss", "gradient"], step: int, rank: int | None, ids: Sequence[int], loss: float
-    ) -> Alarm:
+    def nonfinite(self, error: NonFiniteError, loss: float) -> Alarm:
         """The loss or the gradient of a step is not finite; raises where the run is to stop."""
-        error = NonFiniteError(what, step, rank, ids)
-        sentence = str(error).partition("): ")[0] + ")"
-        return self._decided(what, step, rank, ids, loss, self.config.on_nonfinite, sentence, error)
+        action = self.config.on_nonfinite
+        if error.tensor is not None and action == "skip":
+            action = "stop"  # the next step would have the same weights
+        return self._decided(error.what, error.step, error.rank, error.sample_ids, loss, action, error.cause, error)
 
     def spike(self, loss: float, step: int, everybodys_ids: Callable[[], list[int]]) -> Alarm | None:
         """Look at a finite loss; returns what to do when it is a spike. Raises where the run is to stop."""
@@ -191,10 +190,26 @@ class BufferCopies:
             )
         self._versions = [buffer._version for buffer in self._buffers]
 
+    @property
+    def values(self) -> Sequence[torch.Tensor]:
+        """As they were before the step."""
+        return self._copies
+
+    def changed(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The buffers that are no longer as they were, by number, with what they are now."""
+        for number, (buffer, copy) in enumerate(zip(self._buffers, self._copies, strict=True)):
+            if not _is_same(buffer, copy):
+                yield number, buffer.clone()
+
     @torch.no_grad()
     def put_back(self) -> None:
         """The step does not count."""
         _copy_all(zip(self._buffers, self._copies, strict=False))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values are the same; NaN is what it was where it still is NaN."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

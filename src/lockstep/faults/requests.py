@@ -7,24 +7,28 @@ that all ranks act on them after the same step.
 from __future__ import annotations
 
 import signal
-import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
 
 from lockstep.faults import early
 
-KINDS = ("interrupt", "terminate", "validate", "save", "unsaved", "ranks", "timetable")
+STOPS = tuple(early.CODES)
+KINDS = (*STOPS, "validate", "save", "unsaved", "ranks", "timetable")
 
 
 class Requests:
     """Flags of this rank, and those that were agreed on at the last step boundary."""
 
     def __init__(self) -> None:
-        self._raised: set[str] = early.take()
+        self._raised: set[str] = set()
         self.agreed: frozenset[str] = frozenset()
         self._is_interrupted = False
+        self._is_settled = False
         self.why: dict[str, str] = {}
         """Why this rank asked, where it was not a signal."""
-        self._previous: dict[int, signal.Handlers | int | types.FrameType | object] = {}
+        self.heard: Callable[[FrameType | None], None] = lambda _: None
+        """Called after a signal, with what the main thread was at."""
+        self._before: dict[signal.Signals, early.Handler] = {}
 
     def ask(self, kind: str, why: str | None = None) -> None:
         """Raise a flag; all ranks see it after the step that is running now."""
@@ -33,31 +37,44 @@ class Requests:
             self.why.setdefault(kind, why)
         self._raised.add(kind)
 
-    def votes(self) -> list[float]:
+    def votes(self, kinds: Sequence[str] = KINDS) -> list[float]:
         """This rank's flags as numbers to add up over the ranks."""
-        return [float(kind in self._raised) for kind in KINDS]
+        return [float(kind in self._raised) for kind in kinds]
 
-    def agree(self, sums: Sequence[float]) -> None:
-        """Take the sums over all ranks: one vote is enough."""
-        self.agreed = frozenset(kind for kind, votes in zip(KINDS, sums, strict=True) if votes > 0)
-        self._raised -= self.agreed
+    def agree(self, sums: Sequence[float], kinds: Sequence[str] = KINDS) -> None:
+        """Take the sums over all ranks: one vote is enough. What was agreed of other kinds stays."""
+        voted = {kind for kind, votes in zip(kinds, sums, strict=True) if votes > 0}
+        self.agreed = frozenset(voted | (self.agreed - set(kinds)))
+        self._raised -= voted
 
     def listen(self) -> None:
-        """Turn Ctrl-C and a scheduler's signals into requests. A second Ctrl-C ends the process at once; a second
-        SIGTERM does not: a scheduler signals every process, and the launcher passes its own on."""
-        for number, kind in ((number, early.STOPS[number]) for number in early.heard()):
+        """Turn Ctrl-C and a scheduler's signals into requests, those that came before as well. A second Ctrl-C ends the
+        process at once; a second SIGTERM does not: a scheduler signals every process, and the launcher passes its own
+        on."""
+        self._before = early.listen(self._handle)
+        noted = early.take()
+        self._raised |= noted
+        self._is_interrupted = "interrupt" in noted
 
-            def handle(received: int, _: object, kind: str = kind) -> None:
-                if received == signal.SIGINT and self._is_interrupted:
-                    signal.signal(received, signal.SIG_DFL)
-                    signal.raise_signal(received)
-                self._is_interrupted |= received == signal.SIGINT
-                self._raised.add(kind)
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._is_interrupted:
+                early.end_at_once(early.CODES["interrupt"])
+            self._is_interrupted = True
+        self._raised.add(early.STOPS[signal.Signals(number)])
+        if not self._is_settled:
+            self.heard(frame)
 
-            self._previous[number] = signal.signal(number, handle)
+    def settle(self) -> None:
+        """The ranks have agreed to stop: until this process has ended, no signal but a second Ctrl-C changes that."""
+        self._is_settled = True
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous.clear()
+        """Give the signals back to whoever had them, unless the run was stopped: then they have done their work."""
+        if self._is_settled and self._before:
+            early.ignore(self._before)
+            return
+        # Of a rank that has left its run nobody waits for the next step.
+        after = {number: early.stop_the_command if was is early.note else was for number, was in self._before.items()}
+        early.give_back(after)
+        self._before = {}

@@ -21,25 +21,28 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.data.workers import Workers
+from lockstep.faults import early
 from lockstep.faults.failure import (
     END_OF_OUTPUT,
     OWN_CODE,
     Failure,
     Line,
+    frames_of,
     is_users,
     lines_of,
     record,
+    shapes_given,
     short_host,
     user_call,
     user_line,
 )
-from lockstep.faults.hangs import Report, Verdict, explain
+from lockstep.faults.hangs import Report, Verdict, explain, no_samples, parted_ways
 from lockstep.runtime.beat import beat_file
 from lockstep.runtime.comm import Comm
 
@@ -56,6 +59,8 @@ WAITS = (
     f"{OWN_CODE}/checkpoint/",
 )
 """Code in which a rank may be waiting for others."""
+SOON = 5.0
+"""Seconds after which ranks that stand still compare the sharded blocks they have called."""
 COMPILES = (f"{TORCH}/_dynamo/", f"{TORCH}/_inductor/", f"{TORCH}/_functorch/", f"{TORCH}/fx/")
 
 
@@ -76,6 +81,7 @@ class Watchdog:
         """How long the others may take to answer: code that holds Python's lock keeps their threads from it."""
         self._moved = self._heard = time.monotonic()
         self._waited = 0.0
+        self._asked_at = (0, 0)
         self._keeper: dict[int, list[object]] = {}
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True)]
@@ -84,9 +90,10 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        if self._world_size > 1 or self._scratch is not None:
-            for thread in self._threads:
-                thread.start()
+        if self._scratch is not None:
+            self._write_beat([])  # now: before that a launcher takes the run for one with nothing to save
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -105,13 +112,15 @@ class Watchdog:
                 self._write_beat(stack)
             if (latest := self._progress()) != progress:
                 progress, self._moved = latest, now
-            if not self._waits(stack):
+            if Workers.awaited is None and not self._waits(stack):
                 waits_since = now
             self._waited = now - max(waits_since, self._moved)
             deaf = now - self._heard
             if self._world_size > 1 and self._waited > self._timeout and deaf > self._patience + 2 * self._interval:
                 # Whoever keeps the store is rank 0, or on its node.
                 self._end(explain([self._report()], self._lead, [0], self._keeper))
+            elif self._world_size == 1 and self._waited > self._timeout and Workers.awaited is not None:
+                self._end(no_samples(self._report(), self._lead))
 
     def _stack(self) -> list[Line]:
         """What the training's thread does. No frame is kept: it would keep the tensors of its function alive."""
@@ -125,28 +134,31 @@ class Watchdog:
             return not any(_place(other) == "compiles" for other in others)
         return waits
 
-    def _progress(self) -> tuple[int, int]:
-        """What changes while a rank gets on: its heartbeat, and the number of collectives of the default group."""
+    def _progress(self) -> tuple[int, int, int]:
+        """What changes while a rank gets on: heartbeat, number of collectives of the default group, samples read."""
         number = 0
         with suppress(Exception):  # private in torch 2.11 and 2.13; a backend without numbers has its heartbeat
             group: Any = dist.group.WORLD
             number = group._get_sequence_number_for_group() if group is not None else 0
-        return self._beat.ticks, number
+        reading = Workers.awaited
+        return self._beat.ticks, number, reading.progress if reading is not None else 0
 
     def _report(self) -> Report:
         stack = self._stack()
+        phase = self._beat.phase if (reading := Workers.awaited) is None else _awaits(reading)
         return Report(
             rank=self._rank,
             host=short_host(),
             pid=os.getpid(),
-            phase=self._beat.phase,
+            phase=phase,
             step=self._beat.step,
             waits=self._waits(stack),
             moving=self._beat.is_busy or time.monotonic() - self._moved < self._timeout / 2,
             call=user_call(stack),
             where=user_line(stack),
-            shapes=_shapes_in(sys._current_frames().get(self._main)),
+            shapes=shapes_given(frames_of(sys._current_frames().get(self._main))),
             stack=[f"{file}:{line} in {name}" for file, line, name in stack],
+            gathered=list(self._beat.gathered),
         )
 
     def _write_beat(self, stack: list[Line]) -> None:
@@ -184,16 +196,33 @@ class Watchdog:
                     if told is not None:
                         notes.set(f"told/{self._rank}", "")
                         self._end(Verdict(**told), is_first=False)
+                    # Whoever asked has read it. A run of weeks has many rounds, and the store forgets nothing.
+                    notes.delete_key(f"report/{self._rank}")
                     break
             elif self._waited > self._timeout and notes.add("alarm", 1) == 1:
                 self._ask_everybody(notes, store)
                 break
+            elif self._is_time_to_ask() and notes.add("alarm", 1) == 1:
+                self._ask_everybody(notes, store, only_paths=True)
+                break
             self._heard = time.monotonic()
-        self._moved = time.monotonic()
+        if not notes.check(["only paths"]):  # else nobody has said that ranks get on
+            self._moved = time.monotonic()
         return not self._closing.is_set()
 
-    def _ask_everybody(self, notes: dist.Store, store: dist.Store) -> None:
-        """Collect the reports. It may turn out that somebody only takes long over something."""
+    def _is_time_to_ask(self) -> bool:
+        """Whether a sharded model stands still for some seconds: once, ask whether the ranks called the same blocks."""
+        place = self._beat.step, len(self._beat.gathered)
+        if not self._beat.gathered or self._waited < min(SOON, self._timeout / 2) or place == self._asked_at:
+            return False
+        self._asked_at = place
+        return True
+
+    def _ask_everybody(self, notes: dist.Store, store: dist.Store, only_paths: bool = False) -> None:
+        """Collect the reports. It may turn out that somebody only takes long over something.
+
+        With `only_paths`, it is only asked whether ranks of a sharded model have called different blocks.
+        """
         reports = {self._rank: self._report()}
         end = time.monotonic() + self._patience
         while len(reports) < self._world_size and time.monotonic() < end:
@@ -202,12 +231,15 @@ class Watchdog:
                 if rank not in reports and notes.check([f"report/{rank}"]):
                     reports[rank] = Report(**json.loads(notes.get(f"report/{rank}")))
             time.sleep(0.05)
-        if any(report.moving for report in reports.values()):
+        parted = parted_ways(list(reports.values()))
+        if parted is None and (only_paths or any(report.moving for report in reports.values())):
+            if only_paths:
+                notes.set("only paths", "")
             notes.set("verdict", "null")
             return
         silent = [rank for rank in range(self._world_size) if rank not in reports]
         hosts = {rank: json.loads(store.get(f"who/{rank}")) for rank in silent if store.check([f"who/{rank}"])}
-        verdict = explain(list(reports.values()), self._lead, silent, hosts)
+        verdict = parted or explain(list(reports.values()), self._lead, silent, hosts)
         details = {"verdict": asdict(verdict), "reports": {rank: asdict(one) for rank, one in sorted(reports.items())}}
         with suppress(OSError):
             (self._folder / "logs" / "hang.json").write_text(json.dumps(details, indent=1), encoding="utf-8")
@@ -234,7 +266,8 @@ class Watchdog:
             print(END_OF_OUTPUT, file=sys.stderr, flush=True)  # what follows is for the log
         if is_first or self._rank == 0:
             print(f"lockstep: {verdict.sentence}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        if self._world_size > 1 or self._scratch is not None:
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2)
         # It may wait for the device, and for ever.
         path = self._folder / "logs" / f"collectives.{self._rank}.json"
         dump = threading.Thread(target=dump_flights, args=(path,), daemon=True)
@@ -246,7 +279,14 @@ class Watchdog:
         with suppress(RuntimeError, OSError):  # the others read the verdict before the store may go
             while not everybody_knows() and time.monotonic() < end:
                 time.sleep(0.05)
-        os._exit(1)
+        early.end_at_once(1)
+
+
+def _awaits(workers: Workers) -> str:
+    samples = workers.samples
+    at = f"is at sample {samples[0]}" if len(samples) == 1 else f"are at samples {', '.join(map(str, samples))}"
+    where = f"its loader's processes {at}" if len(samples) != 1 else f"its loader's process {at}"
+    return f"waiting for samples ({where})" if samples else "waiting for samples (its loader's processes read none)"
 
 
 def dump_flights(path: Path) -> None:
@@ -267,16 +307,3 @@ def _place(stack: list[Line]) -> str:
         if is_users(file):
             break
     return "runs"
-
-
-def _shapes_in(frame: FrameType | None) -> list[list[int]]:
-    """The shapes of the tensors that a thread gave to the function of torch.distributed that it is in."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == f"{TORCH}/distributed/distributed_c10d.py" and code.co_name != "wrapper":
-            given = [
-                part for value in frame.f_locals.values() for part in (value if isinstance(value, list) else [value])
-            ]
-            return [list(part.shape) for part in given if isinstance(part, torch.Tensor)][:4]
-        frame = frame.f_back
-    return []

@@ -49,13 +49,21 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, scratch: str, supervisor: Supervisor) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=60)
         self.supervisor = supervisor
-        self.stopping: int | None = None
+        self.stopping = early.asked()
         """The signal with which somebody asked for the end."""
+        self.is_meeting = False
+        """Whether it waits for other nodes, and has no workers."""
 
     def _rendezvous(self, worker_group: Any) -> None:
         if not self.supervisor.before_start():
             raise RendezvousClosedError("another node has ended the run")
-        super()._rendezvous(worker_group)
+        if self.stopping is not None:
+            raise SignalException("nobody has started yet", self.stopping)
+        self.is_meeting = True
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            self.is_meeting = False
         if worker_group.group_rank == 0:
             worker_group.store.set("lockstep/round", uuid.uuid4().hex[:12])
         round_ = worker_group.store.get("lockstep/round").decode()
@@ -72,7 +80,7 @@ class Agent(LocalElasticAgent):
         failed = {code for code in ended.values() if code != 0}
         if failed:
             self.supervisor.saw_first(self._global(worker_group, ended))
-            self._let_the_others_end(SECONDS_TO_SAVE if failed <= STOP_CODES else SECONDS_TO_END)
+            self._let_the_others_end(SECONDS_TO_SAVE if failed & STOP_CODES else SECONDS_TO_END)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
             self._remaining_restarts = int(self.supervisor.may_start_again(self.stopping))
@@ -86,7 +94,7 @@ class Agent(LocalElasticAgent):
 
     def pass_on(self, number: int) -> None:
         """Hand a signal to all workers that live."""
-        ended = self._ended()
+        ended = self._known_to_have_ended()
         for local_rank, pid in self._pids().items():
             if local_rank not in ended:
                 with suppress(ProcessLookupError):
@@ -94,8 +102,8 @@ class Agent(LocalElasticAgent):
 
     @property
     def has_workers(self) -> bool:
-        """Whether somebody is there to hand a signal to."""
-        return len(self._ended()) < len(self._pids())
+        """Whether one of them lives."""
+        return len(self._known_to_have_ended()) < len(self._pids())
 
     def _pids(self) -> dict[int, int]:
         return self._pcontext.pids() if self._pcontext else {}
@@ -108,6 +116,12 @@ class Agent(LocalElasticAgent):
         codes = {rank: one.proc.poll() for rank, one in context.subprocess_handlers.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
+    def _known_to_have_ended(self) -> set[int]:
+        """The same without asking: in a signal handler, which may have come in the middle of an answer."""
+        context: Any = self._pcontext
+        handlers = context.subprocess_handlers if context is not None else {}
+        return {rank for rank, one in handlers.items() if one.proc.returncode is not None}
+
     def _global(self, worker_group: WorkerGroup, by_local_rank: dict[int, int]) -> dict[int, int]:
         return {worker_group.workers[local].global_rank: code for local, code in by_local_rank.items()}
 
@@ -118,6 +132,7 @@ class Agent(LocalElasticAgent):
             if self.supervisor.knows_of_a_hang:
                 patience = min(patience, SECONDS_TO_END_A_HANG)
             time.sleep(0.02)
+        self.supervisor.saw_end(set(self._ended().values()))
         self.pass_on(signal.SIGKILL)
 
 
@@ -181,20 +196,22 @@ def _signals_passed_on(agent: Agent) -> Iterator[None]:
 
     def handle(number: int, _: Any) -> None:
         nonlocal interrupted
-        agent.stopping = number
-        if not agent.has_workers:
-            raise SignalException("nobody has started yet", signal.Signals(number))
-        if interrupted and number == signal.SIGINT:  # a rank that waits in C code would not hear of it
-            agent.supervisor.was_cut_short = True
-            number = signal.SIGKILL
-        interrupted |= number == signal.SIGINT
+        early.remember(number)
+        is_first, agent.stopping = agent.stopping is None, agent.stopping or signal.Signals(number)
+        if agent.is_meeting and is_first:
+            raise SignalException("nobody has started yet", agent.stopping)
+        if number == signal.SIGINT:
+            # Who waits in C code would not hear of a second one, and who still imports has nothing to save.
+            if interrupted or not agent.supervisor.has_begun:
+                agent.supervisor.was_cut_short |= agent.has_workers
+                number = signal.SIGKILL
+            interrupted = True
         agent.pass_on(number)
 
     # Its own handlers, which torch would put in the place of these, end the launcher before its workers.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    previous = {number: signal.signal(number, handle) for number in early.heard()}
+    before = early.listen(handle)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        early.give_back(before)

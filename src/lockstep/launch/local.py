@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.events import follow_events
+from lockstep.faults import early
 from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT
 from lockstep.folder import RunFolder
 from lockstep.launch.nodes import Nodes, end_without_head
@@ -61,6 +62,21 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sockets complain of hosts without names
 
     _allow_open_files()
+    with early.noting():
+        return _launch(worker, nproc, folder, console, nodes, told, restarts, on_oom, is_ours)
+
+
+def _launch(
+    worker: list[str],
+    nproc: int,
+    folder: RunFolder,
+    console: Console,
+    nodes: Nodes,
+    told: dict[str, Any],
+    restarts: int,
+    on_oom: str,
+    is_ours: Callable[[], bool] | None,
+) -> Outcome:
     nursery = Nursery(worker)  # it imports torch while this process does
 
     def say(text: str, level: str) -> None:
@@ -78,13 +94,13 @@ def launch(
     for reader in readers:
         reader.start()
     try:
-        return _watch(nursery, nproc, nodes, folder, scratch, supervisor)
+        return _run_agent(nursery, nproc, nodes, folder, told["scratch"], supervisor)
     finally:
         nursery.close()
         ended.set()
         for reader in readers:
             reader.join()
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(told["scratch"], ignore_errors=True)
 
 
 def _allow_open_files() -> None:
@@ -95,17 +111,8 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _watch(
-    nursery: Nursery, nproc: int, nodes: Nodes, folder: RunFolder, scratch: str, supervisor: Supervisor
-) -> Outcome:
-    try:
-        return _run_agent(nursery, nproc, nodes, folder, scratch, supervisor)
-    except KeyboardInterrupt:  # while torch is imported: the agent has handlers of its own
-        return _ended_early(signal.SIGINT)
-
-
 def _ended_early(number: signal.Signals) -> Outcome:
-    code = 130 if number == signal.SIGINT else 75
+    code = early.CODES[early.STOPS[number]]
     return Outcome(code, f"ended by {number.name} before the workers had started; the same command goes on")
 
 

@@ -67,7 +67,8 @@ class Nursery:
     def _begin(self) -> None:
         self._connection, theirs = Pipe()
         command = [sys.executable, "-u", "-m", "lockstep.launch.worker", str(theirs.fileno()), *self._worker]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        with early.held():  # until it knows what to do with a stop
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
 
     def _hear(self, newborn: Child | None = None) -> bool:
@@ -123,6 +124,7 @@ def be_born(descriptor: int, what: str, target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the launcher, too
     for number in early.heard():  # what a scheduler sends to one process is meant for the run
         signal.signal(number, lambda received, _: os.kill(launcher, received))
+    early.release()
     if what != "script" or not sets_variables(Path(target)):
         _import_torch()
     connection = Connection(descriptor)
@@ -168,9 +170,10 @@ def die_with_parent() -> None:
 
 
 def _fork(connection: Connection) -> bool:
-    """Whether this is the new process; the old one tells the launcher of it."""
+    """Whether this is the new process, for which stops wait; the old one tells the launcher of it."""
     nursery = os.getpid()
     began, begins = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, early.STOPS)
     pid = os.fork()
     if pid == 0:
         die_with_parent()
@@ -181,6 +184,7 @@ def _fork(connection: Connection) -> bool:
         os.close(began)
         os.close(begins)
         return True
+    early.release()
     os.close(begins)
     os.read(began, 1)
     os.close(began)

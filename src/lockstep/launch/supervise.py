@@ -19,20 +19,26 @@ from typing import Any
 
 from lockstep.checkpoint.format import steps_on_disk
 from lockstep.events import EventLog
+from lockstep.faults import early
 from lockstep.faults.failure import Failure, failed_folder, forget, of_exit, record, recorded, root_cause, short_host
-from lockstep.faults.hangs import Report, explain, ranks
+from lockstep.faults.hangs import Report, mismatched, ranks
 from lockstep.folder import RunFolder, look_back
-from lockstep.launch import LAUNCH
+from lockstep.launch import AGREED, LAUNCH
 from lockstep.launch.nodes import Nodes
 from lockstep.runtime.beat import beat_file
 
-STOP_CODES = {75, 130}
+STOP_CODES = set(early.CODES.values())
 """What ranks end with that were asked to stop, and have saved."""
 
 DECISION = "decision"
+HEARD = "heard."
+"""What a node's note begins with that it has read the decision."""
 
 SECONDS_FOR_NEWS = 3.0
 """How long a node whose ranks only lost another one waits to read what that one died of."""
+
+SECONDS_TO_HEAR = 60.0
+"""How long the head keeps what a refused run has left for nodes that have not read the decision."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,15 @@ class Supervisor:
     _left: int = field(init=False)
     _saved: int = field(init=False)
     _first: dict[int, int] = field(default_factory=dict)
+    _codes: set[int] = field(default_factory=set)
     _last: tuple[str, int, str, int | None] | None = None
     _round: str = ""
     _has_judged: bool = True
     _failed_at: float | None = None
     _oom_kills: int = 0
     _world: int = 0
+    _met: int = 1
+    """How many nodes this start has."""
 
     def __post_init__(self) -> None:
         self._left = self.restarts
@@ -83,7 +92,8 @@ class Supervisor:
         """
         if not self._has_judged and self._recorded() and not self.may_start_again():
             return False
-        self._first = {}
+        self._first, self._codes = {}, set()
+        Path(self.told["scratch"], AGREED).unlink(missing_ok=True)
         self._oom_kills = oom_kills()
         self.told.pop("restart", None)
         if self._failed_at is not None:
@@ -100,7 +110,7 @@ class Supervisor:
         if not self.nodes.is_alone:
             changed = f", {self._world} before" if self._world not in (0, world_size) else ""
             self.say(f"{nodes} nodes with {world_size} processes{changed}", "info")
-        self._world = world_size
+        self._world, self._met = world_size, nodes
 
     def saw_first(self, codes: dict[int, int]) -> None:
         """Some ranks of this node have ended, and were not told to: their exit codes."""
@@ -112,6 +122,15 @@ class Supervisor:
         for rank, code in codes.items():
             if code < 0 and rank not in known:
                 record(self.folder.path, self._died(rank, code), self._round)
+
+    def saw_end(self, codes: set[int]) -> None:
+        """These have all ended by themselves since."""
+        self._codes = codes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank of this node has joined its run: before that there is nothing to save."""
+        return any(Path(self.told["scratch"]).glob("beat.*.json"))
 
     @property
     def knows_of_a_hang(self) -> bool:
@@ -135,13 +154,13 @@ class Supervisor:
                 1, f"a later start of this job has taken {self.folder.path} over, this one has ended"
             )
             return False
-        codes = {code for code in self._first.values() if code}
-        if codes and codes <= STOP_CODES:  # on purpose, and the console has shown it
-            self.outcome = Outcome(max(codes))
-            return False
         saved = self._newest_step()
-        if self.was_cut_short or (stopping == signal.SIGINT and codes <= {*STOP_CODES, -signal.SIGINT}):
+        if self.was_cut_short:
             self.outcome = Outcome(130, f"stopped at once; {_goes_on(saved)}")
+            return False
+        stops = {stop for code in (*self._first.values(), *self._codes) if (stop := _stop_code(code))}
+        if stops:  # on purpose, and the console has shown it; who lost the others meanwhile changes nothing
+            self.outcome = Outcome(max(stops))
             return False
         if saved > self._saved:
             self._saved, self._left = saved, self.restarts
@@ -162,7 +181,8 @@ class Supervisor:
         path = failed_folder(self.folder.path, self._round) / DECISION
         if not path.exists():
             failure = self._find_cause()
-            why = None if stopping else self._why_again(failure)
+            has_agreed = Path(self.told["scratch"], AGREED).exists()
+            why = None if stopping or has_agreed else self._why_again(failure)
             left = self._left - (why is not None and failure.kind != "memory")
             decision = json.dumps({"failure": asdict(failure), "why": why, "left": left})
             if self.nodes.is_alone:
@@ -174,6 +194,7 @@ class Supervisor:
             with suppress(FileExistsError):
                 os.link(whole, path)  # all of it, and once
         told = json.loads(path.read_text(encoding="utf-8"))
+        path.with_name(f"{HEARD}{short_host()}.{self.nodes.rank}").touch()
         self._left = told["left"]
         return Failure(**told["failure"]), told["why"]
 
@@ -239,11 +260,15 @@ class Supervisor:
             return None
         if failure.kind in ("exception", "exit") and not failure.is_consequence and self._saved < 0:
             return None
-        return f"{self._left - 1} more such failure{'s' * (self._left != 2)} before a checkpoint would end the run"
+        more = f"{self._left - 1} more such failure{'s' * (self._left != 2)} before a checkpoint would end the run"
+        return f"{more}, the same one at once" if failure.kind in ("exception", "exit", "hang") else more
 
     def _tell(self, failure: Failure, why_again: str | None) -> None:
         """Write it down, and say it: on the way to another try in one line, at the end in full."""
         who = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else f"a rank on {failure.host}"
+        together = failure.together and self._world > 1
+        if together:
+            who = f"all {self._world} ranks"
         sentence = failure.text if failure.kind in ("refused", "hang") else f"{who} {_verb(failure)}{failure.text}"
         if self.nodes.is_head:
             self._write_down(failure, sentence, why_again)
@@ -254,6 +279,7 @@ class Supervisor:
             )
             return
         if failure.kind == "refused":
+            self._wait_for_all_to_hear()
             self.outcome = Outcome(2, failure.text)
             return
         text = f"{sentence}\n  at {failure.where}" if failure.where else sentence
@@ -261,18 +287,30 @@ class Supervisor:
         same = (failure.kind, failure.text)
         alike = [one.rank for one in self._recorded() if (one.kind, one.text) == same]
         alike = [rank for rank in alike if rank != failure.rank]
-        if alike:
+        if alike and not together:
             lines.append(f"  {ranks(alike)} failed alike")
         others = max(self._world, len(self._first)) - 1 - len(alike)
-        if others > 0 and failure.kind != "hang":
-            lines.append(f"  the other {others} rank{'s' if others > 1 else ''} ended because of it")
+        if others > 0 and failure.kind != "hang" and not together:
+            lines.append(f"  the other {f'{others} ranks' if others > 1 else 'rank'} ended because of it")
         if self._last == _signature(failure) and failure.kind in ("exception", "exit", "hang"):
-            lines.append("  it failed the same way at the same step before, so it was not started again")
-        steps = "no step was done" if not failure.step else f"it had done step {failure.step}"
-        lines.append(f"  {steps}; {_goes_on(self._saved)}")
+            again = "with the same samples" if failure.samples else "at the same step"
+            lines.append(f"  it failed the same way {again} before, so it was not started again")
+        if not failure.step and failure.kind in ("exception", "exit") and not failure.is_consequence:
+            lines.append(f"  no step was done: mend that, then start it again: {typed_command()}")
+        else:
+            steps = "no step was done" if not failure.step else f"it had done step {failure.step}"
+            lines.append(f"  {steps}; {_goes_on(self._saved)}")
         more = "".join(f"\n{line}" for line in lines)
         log = self.folder.log(failure.host, failure.rank) if failure.rank >= 0 else None
         self.outcome = Outcome(1, text, log, more)
+
+    def _wait_for_all_to_hear(self) -> None:
+        """The head takes a refused run back, and with it the decision that other nodes may still have to read."""
+        if self.nodes.is_alone or not self.nodes.is_head:
+            return
+        folder, end = failed_folder(self.folder.path, self._round), time.monotonic() + SECONDS_TO_HEAR
+        while len(list(folder.glob(f"{HEARD}*"))) < self._met and time.monotonic() < end:
+            time.sleep(0.02)
 
     def _write_down(self, failure: Failure, text: str, why_again: str | None) -> None:
         attempt = max(1, look_back(self.folder.path).attempt)
@@ -301,25 +339,39 @@ class Supervisor:
         return look_back(self.folder.path).micro_batch
 
 
+def _stop_code(code: int) -> int | None:
+    """130 or 75 where a process has ended on purpose, or by the signal itself, which it could not act on."""
+    if code in STOP_CODES:
+        return code
+    return early.CODES[early.STOPS[signal.Signals(-code)]] if -code in early.STOPS else None
+
+
 def _in_terms_of_calls(cause: Failure, failures: list[Failure]) -> Failure:
-    """A collective got tensors that do not go together: mostly ranks that are in different calls."""
-    reports = [
-        Report(one.rank, one.host, 0, "", 0, waits=True, moving=False, call=one.call, where=one.where)
-        for one in failures
-        if one.where and (one.is_consequence or one == cause)
-    ]
-    if len(reports) < 2:
+    """A collective got tensors that do not go together: who gave what, or who was in which call."""
+    known = [one for one in failures if one.where and (one.is_consequence or one.is_mismatch)]
+    reports = {
+        one.rank: Report(
+            one.rank, one.host, 0, "", 0, waits=True, moving=False, call=one.call, where=one.where, shapes=one.shapes
+        )
+        for one in known
+    }
+    found = [reports.pop(one.rank) for one in known if one.is_mismatch]
+    if not found or not reports:
         return cause
-    verdict = explain(reports, f"rank {cause.rank} on {cause.host} {cause.text}: ", mismatch=True)
+    verdict = mismatched(found, list(reports.values()))
     return replace(cause, kind="hang", text=verdict.sentence, where=verdict.where)
 
 
 def _signature(failure: Failure) -> tuple[str, int, str, int | None]:
     """What two failures have in common that have one cause; texts may hold numbers that differ."""
+    if failure.samples:  # which are read ahead of the step that they are for
+        return failure.kind, failure.rank, failure.samples, None
     return failure.kind, failure.rank, failure.where or failure.text, failure.step
 
 
 def _verb(failure: Failure) -> str:
+    if failure.together:
+        return "stopped: "
     tells_of_itself = failure.kind == "exception" or (failure.kind == "memory" and not failure.text.startswith("was "))
     return "failed: " if tells_of_itself else ""
 

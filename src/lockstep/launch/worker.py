@@ -12,10 +12,12 @@ import faulthandler
 import gc
 import json
 import os
+import random
 import runpy
 import sys
 from pathlib import Path
 
+from lockstep.faults import early
 from lockstep.launch import LAUNCH
 from lockstep.launch.nursery import be_born
 
@@ -24,19 +26,21 @@ def main() -> None:
     """Once this is a rank, send the output to its log, then train or run the user's script."""
     descriptor, what, target, *args = sys.argv[1:]
     be_born(int(descriptor), what, target)
-    from lockstep.faults import early
+    early.listen()
+    early.release()
     from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT, of_exception, record
     from lockstep.folder import CONFIG, RunFolder
     from lockstep.runtime.output import redirect_to
 
     atexit.register(gc.freeze)  # else Python looks through all objects once more at its end, for a second or two
     launch = json.loads(os.environ[LAUNCH])
-    early.listen()
     folder = Path(os.environ["LOCKSTEP_RUN_DIR"])
     rank = int(os.environ["RANK"])
     redirect_to(RunFolder(folder, 1).log_here(rank))
     faulthandler.enable()  # a segmentation fault leaves the line it came from in the log
     print(START_OF_OUTPUT, flush=True)
+
+    _seed_script(launch.get("options", {}).get("seed", 0))
 
     def train() -> None:
         from lockstep.config import from_toml
@@ -65,10 +69,12 @@ def main() -> None:
     def script() -> None:
         sys.argv = [target, *args]
         sys.path[0] = str(Path(target).resolve().parent)
-        runpy.run_path(target, run_name="__main__")
+        runpy.run_path(os.path.abspath(target), run_name="__main__")  # as plain python has it in __file__
 
     try:
         {"train": train, "time": time, "script": script}[what]()
+    except early.StopError as stop:
+        raise SystemExit(stop.code) from None
     except SystemExit as error:
         if error.code not in (None, 0, 75, 130):
             record(folder, of_exception(error, rank), launch["round"])
@@ -77,6 +83,21 @@ def main() -> None:
         print(END_OF_OUTPUT, flush=True)
         record(folder, of_exception(error, rank), launch["round"])
         raise
+    finally:
+        early.ignore()
+
+
+def _seed_script(seed: int) -> None:
+    """What a script draws before it joins the others, to shuffle a list of files say, is the same on every rank."""
+    if "torch" in sys.modules:
+        from lockstep.runtime.seeds import seed_host, seed_of
+
+        seed_host(seed_of(seed, "script"))
+    else:  # imported later, by a script that sets variables first, torch begins with one seed everywhere
+        import numpy as np
+
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 if __name__ == "__main__":

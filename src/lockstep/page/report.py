@@ -73,8 +73,6 @@ def leave_report(folder: Path, reader: RunReader | None = None) -> str:
         reader = reader or RunReader(folder)
         reader.read()
         write_page(page_of([reader]), folder / REPORT)
-    except KeyboardInterrupt:
-        return f"no report: interrupted; {again} makes one"
     except Exception as error:
         # Whatever it is, the run has ended as it has.
         said = str(error).splitlines() or [type(error).__name__]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config import Compile, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.config import BatchNorm, Compile, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.modelplan import ModelPlan, find_blocks, seed_points
+from lockstep.parallel.alone import refuse_hooks, refuse_sparse, refuse_tables
 from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.parallel.compile import check_compilable, compile_blocks
 from lockstep.parallel.context import plan_context
@@ -59,7 +61,7 @@ class Cutting:
     shard: ShardConfig
     pipeline: PipelineConfig
     tensor: TensorConfig
-    batch_norm: Literal["micro-batch", "sync"]
+    batch_norm: BatchNorm
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class ParallelModel:
     `models` is the model, or one for each stage of a pipeline that this rank has, `seeded` their modules with a random
     stream of their own. `parameters` is what this rank holds of every parameter: the optimizer works on it, and
     checkpoints keep it. `counted` are those that enter the gradient norm here, summed over `norm_groups`: each
-    parameter once. `together` says why every rank has to do every forward and backward, where they have to.
+    parameter once. `together` says why every rank has to do every forward and backward, where they have to. `skeleton`
+    is the whole model without data, where no rank has all of it.
     """
 
     models: list[nn.Module]
@@ -134,8 +137,11 @@ def parallelize_built(
         check_compilable(cutting.compile, model, cutting.recompute)
         store_in(model, numerics)
         blocks.extend(find_blocks(model))
-        if cutting.batch_norm == "sync" and comm.world_size > 1:
-            synchronised.append(SyncBatchNorms(model, comm))
+        has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+        if synchronises(layout, cutting) and (
+            has_batch_norm or layout.pp > 1
+        ):  # a stage may have none, all make groups
+            synchronised.append(SyncBatchNorms(model, comm, cutting.batch_norm == "sync"))
         if (computed_with := numerics.param_dtype or numerics.storage_dtype) != "fp32":
             accept_rounded(model, computed_with, device)
         if numerics.param_dtype is not None and not fully_sharded:  # else shards are gathered in it
@@ -148,13 +154,18 @@ def parallelize_built(
             sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
     refuse_hooks(built.model, layout)
+    refuse_tables(built.model, layout)
     slices: dict[str, Slice] = {}
     notes: list[str] = []
+    skeleton: nn.Module | None = None
+    if fully_sharded and give_values is materialise:
+        skeleton = skeleton_of(built.model, device)
     if look is not None:
         fill_buffers(built)
         if layout.cp > 1:
             open_attention(built.model)
-        plan, gathers = plan_team(skeleton_of(built.model, device), look, layout, cutting, device)
+        skeleton = skeleton_of(built.model, device)
+        plan, gathers = plan_team(skeleton, look, layout, cutting, device)
         notes += [f"whole sequences are gathered: {line}" for line in gathers]
         built, slices = cut_for_team(built, plan, comm, notes)
     model = give_values(built, cut, device)
@@ -162,9 +173,11 @@ def parallelize_built(
     gradients: GradientSync
     if sharded:
         gradients = sharded[0]
+        sharded[0].with_whole(parameters)
     else:
         gradients, parameters = whole_gradients(parameters, layout, comm, numerics)
     gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
+    counted = count_once(counted, layout, comm)
     return ParallelModel(
         [model],
         [name for name, _ in blocks],
@@ -181,7 +194,8 @@ def parallelize_built(
         counted,
         comm.groups("fsdp", "tp"),
         layout.fsdp > 1,
-        "a sharded layout" if layout.fsdp > 1 else "a synchronised BatchNorm" if synchronised else None,
+        "a sharded layout" if layout.fsdp > 1 else None,
+        skeleton=skeleton,
         slices=slices,
         notes=notes,
     )
@@ -247,6 +261,9 @@ def parallelize_pipeline(
         stage.wire()
     pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links, Stopwatch(device))
     parameters = [(name, copies[0]) for name, copies in held.items()]
+    for stage, shards in zip(stages, sharded, strict=False):
+        named = stage.model.named_parameters()
+        shards.with_whole((name, parameter) for name, parameter in named if stage.number in plan.users[name])
     inner: list[GradientSync] = list(sharded)
     if not sharded:
         one, parameters = whole_gradients(parameters, layout, comm, numerics)
@@ -254,6 +271,7 @@ def parallelize_pipeline(
     ties = _ties(pipeline, dict(parameters), held, comm)
     gradients: GradientSync = PipelineGradients(inner, ties)
     gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
+    counted = count_once(counted, layout, comm)
     first_here = {id(p) for name, p in parameters if pipeline.rank_of[plan.users[name][0]] == rank}
     return ParallelModel(
         [stage.model for stage in stages],
@@ -290,6 +308,7 @@ def build_and_plan(
         stages, cuts = layout.pp * config.per_rank, config.cuts
     built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
     refuse_hooks(built.model, layout)
+    refuse_tables(built.model, layout)
     fill_buffers(built)
     store_in(built.model, cutting.numerics)
     if layout.cp > 1:
@@ -309,6 +328,8 @@ def plan_team(
     borders: Sequence[str] = (),
 ) -> tuple[TensorPlan | None, list[str]]:
     """How ranks that compute together share the matrices of a model, and where they need whole sequences."""
+    if layout.team > 1:
+        refuse_sparse(skeleton, "summed over ranks that compute together", "a dp layout")
     gathers = plan_context(skeleton, look, layout.cp) if layout.cp > 1 else []
     if layout.tp == 1:
         return None, gathers
@@ -325,30 +346,22 @@ def cut_for_team(built: Built, plan: TensorPlan | None, comm: Comm, notes: list[
     return cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
 
 
-def refuse_hooks(model: nn.Module, layout: Layout) -> None:
-    """Refuse hooks on gradients: on several ranks they are shares of sums, and some layouts replace parameters."""
-    if layout.world_size == 1:
-        return
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UserError(
-                f"the parameter {name} has a hook on its gradient (register_hook), and on several ranks a gradient is "
-                "a sum that comes together later",
-                "change gradients by the optimizer or the loss, or train this model on one process (--layout single)",
-            )
-    if layout.team > 1:
-        for name, module in model.named_modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise UserError(
-                    f"{name or 'the model'} has a backward hook, and under tp or cp a rank has a share of a gradient",
-                    "use a dp or fsdp layout for this model",
-                )
+def count_once(counted: list[nn.Parameter], layout: Layout, comm: Comm) -> list[nn.Parameter]:
+    """Without what all ranks of the fsdp axis hold whole, parameters of a single number, but on the first of them."""
+    first = layout.coordinate(comm.rank)["fsdp"] == 0
+    return counted if first else [parameter for parameter in counted if parameter.dim() > 0]
 
 
 def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:
     """Whether tokens are to be cut between matrices: on GPUs, where it saves memory at no cost in traffic."""
     asked = cutting.tensor.sequence
     return asked == "on" or (asked == "auto" and device.type == "cuda")
+
+
+def synchronises(layout: Layout, cutting: Cutting) -> bool:
+    """Whether BatchNorm can normalise over the samples of all data ranks."""
+    alone = layout.pp == 1 and layout.team == 1 and cutting.compile == "off"
+    return layout.world_size > 1 and (cutting.batch_norm == "sync" or (cutting.batch_norm == "auto" and alone))
 
 
 def check_goes_together(layout: Layout, cutting: Cutting, on_cuda: bool = False) -> None:

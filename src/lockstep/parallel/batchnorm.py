@@ -21,12 +21,14 @@ from lockstep.runtime.comm import Comm
 
 
 class SyncBatchNorms:
-    """Lets every BatchNorm of a model normalise over all data ranks while it trains.
+    """Lets every BatchNorm of a model normalise over all data ranks in training steps, where that is switched on.
 
     Running statistics are equal on every rank then, and count one batch for each forward the ranks did together.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, is_on: bool) -> None:
+        self.is_on = is_on
+        self.is_in_step = False
         # A group of its own: gradients are being summed while the backward still asks for statistics.
         self._group = comm.data_group()
         self._counts = True
@@ -36,7 +38,7 @@ class SyncBatchNorms:
 
     def begin(self) -> None:
         """Start a step: the samples of this rank count."""
-        self._counts = True
+        self._counts = self.is_in_step = True
 
     def fillers_from_here(self) -> None:
         """From here on this rank takes part without its samples, to the end of the step.
@@ -47,7 +49,7 @@ class SyncBatchNorms:
 
     def _synchronised(self, alone: Forward) -> Forward:
         def forward(layer: _BatchNorm, x: torch.Tensor) -> Any:
-            if not layer.training:
+            if not (layer.training and self.is_on and self.is_in_step):
                 return alone(layer, x)
             layer._check_input_dim(x)
             out: torch.Tensor

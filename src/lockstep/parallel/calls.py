@@ -21,7 +21,7 @@ from lockstep.parallel.stage import Stage
 from lockstep.parallel.trees import PLAIN, map_tensors, tensors_of
 from lockstep.runtime.comm import Comm
 
-Start = Callable[[int], AbstractContextManager[None]]
+Start = Callable[[int], AbstractContextManager[Any]]
 """Sets the random stream of a micro-batch, by its number; its forward runs inside what comes back."""
 
 MOST_SHAPES = 1000
@@ -51,7 +51,6 @@ class PipelinedCalls:
         self._rehearsals: dict[Any, Rehearsal] = {}
         for stage in pipeline.stages:
             replace_call(stage.model, self._called)
-            vars(stage.model)["__deepcopy__"] = _refuse_copy
 
     def step(
         self,
@@ -59,13 +58,13 @@ class PipelinedCalls:
         loss: Callable[[nn.Module, Any], Any],
         start: Start,
         loss_of: Callable[[int, Any], torch.Tensor],
-        before_backward: Callable[[], None],
+        backward_of: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         """Forward and backward of the micro-batches of a step."""
         with self._computing():
             rehearsals = self._look("step", loss, data)
         forward = self._forward(loss, data, rehearsals, start, self._computing)
-        self._pipeline.step(rehearsals, forward, loss_of, before_backward)
+        self._pipeline.step(rehearsals, forward, loss_of, backward_of)
 
     def score(
         self, name: str, data: Sequence[Any], function: Callable[[nn.Module, Any], Any], start: Start
@@ -205,10 +204,3 @@ def _without_objects(result: Any) -> Any:
 
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (torch.Tensor, *PLAIN))
-
-
-def _refuse_copy(_: Any) -> Any:
-    raise UserError(
-        "the model of a pipeline cannot be copied: each rank holds only its own stages",
-        "keep a moving average of the parameters in engine.stored, or use a dp or fsdp layout",
-    )

@@ -18,7 +18,7 @@ from lockstep.modelplan import find_blocks
 from lockstep.parallel.crossing import user_line
 from lockstep.parallel.cut import Along, Following, Parts, along_of, mark, take
 from lockstep.parallel.trees import map_tensors, tensors_of
-from lockstep.parallel.trial import refuse_own_functions, trying_out
+from lockstep.parallel.trial import refuse_reentrant, trying_out
 from lockstep.runtime.axis import Axis
 
 
@@ -96,7 +96,7 @@ def plan_context(skeleton: nn.Module, look: Callable[..., Any], cp: int) -> list
         handles.append(block.register_forward_hook(leave, always_call=True))
     try:
         with trying_out(lambda: look(skeleton), "cp"), Following():
-            refuse_own_functions(look(skeleton, Axis("cp", 1, 0, observer=trial)), "cp")
+            refuse_reentrant(look(skeleton, Axis("cp", 1, 0, observer=trial)), "cp")
     finally:
         for handle in handles:
             handle.remove()

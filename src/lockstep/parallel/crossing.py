@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private in torch 2.11 and 2.13
 from torch.overrides import (  # the two functions are private in torch 2.11 and 2.13
@@ -28,17 +27,9 @@ from torch.overrides import (  # the two functions are private in torch 2.11 and
 )
 
 from lockstep.errors import UserError
+from lockstep.faults.failure import shown_file
 from lockstep.parallel.trees import map_tensors
-
-RANDOM = frozenset(
-    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu]
-    + [F.gumbel_softmax, torch.dropout, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson]
-    + [torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like]
-    + [getattr(torch.Tensor, name) for name in ("bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_")]
-    + [getattr(torch.Tensor, name) for name in ("random_", "log_normal_", "geometric_", "cauchy_", "multinomial")]
-    + [torch._standard_gamma, torch.rrelu]
-)
-"""Operations that draw random numbers."""
+from lockstep.runtime.draws import RANDOM
 
 FILLED = {
     torch.ones_like: torch.ones,
@@ -98,8 +89,9 @@ class Rehearsal:
     uses: dict[int, set[int]] = field(default_factory=dict)
     """The parts at which each parameter, by its id, is used outside of any part."""
     pieces: list[Piece] = field(default_factory=list)
-    random_after: list[tuple[int, str]] = field(default_factory=list)
-    """Operations that draw random numbers outside of modules: after which part, and where in the user's code."""
+    random_after: list[tuple[int, int, str]] = field(default_factory=list)
+    """Operations that draw random numbers outside of modules: after which part, at which one a module with a random
+    stream of its own was called last, and where in the user's code."""
     regions: list[Any] = field(default_factory=list)
     """For each part what torch.utils.checkpoint hung into autograd around its call, if it did."""
     kept_outside: list[tuple[int, int]] = field(default_factory=list)
@@ -267,13 +259,13 @@ def user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "the model"
+    return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "the model"
 
 
 def line_of(error: BaseException) -> str:
     """The line of the user's code that an error came from."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "the model"
+    return f"{shown_file(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the model"
 
 
 def is_library(path: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from lockstep.errors import UserError
 from lockstep.runtime.comm import Comm
@@ -50,7 +51,9 @@ def build_initial(
     def build(on: str) -> nn.Module:
         seed_host(seed_of(seed, "init"))
         with torch.device(on):
-            return build_model()
+            model = build_model()
+        _refuse_lazy(model)
+        return model
 
     built: list[nn.Module] = []  # by rank 0, so far
 
@@ -253,6 +256,15 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in named_tensors(model):
+        if is_lazy(tensor):
+            raise UserError(
+                f"build_model left {name} without a shape (a Lazy module)",
+                "give the layer its sizes, or call the model once on an example inside build_model",
+            )
 
 
 def _refuse_accelerator(model: nn.Module) -> None:

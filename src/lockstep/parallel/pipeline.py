@@ -7,6 +7,7 @@ model cut by hand, and a loss outside of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -80,16 +81,17 @@ class Pipeline:
         rehearsals: Sequence[Rehearsal],
         forward: Forward,
         loss_of: Callable[[int, Any], torch.Tensor],
-        before_backward: Callable[[], None],
+        backward_of: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         """Forward and backward of all micro-batches, by the timetable.
 
-        `loss_of` is given what the last stage's forward of a micro-batch returned, and gives the number to derive.
+        `loss_of` is given what the last stage's forward of a micro-batch returned, and gives the number to derive. What
+        `backward_of` returns is entered around the backward of a micro-batch.
         """
         tables = timetable(self.schedule, self.ranks, len(self.stages), len(rehearsals))
         self.stopwatch.forget([moment for _, *moments in self._timeline for moment in moments])
         self._timeline.clear()
-        self._run(tables, rehearsals, forward, loss_of, before_backward)
+        self._run(tables, rehearsals, forward, loss_of, backward_of)
 
     def forward_only(self, rehearsals: Sequence[Rehearsal], forward: Forward) -> list[Any]:
         """What the last stage's forward returns for each micro-batch; nothing on the other ranks."""
@@ -100,7 +102,7 @@ class Pipeline:
             return torch.empty(0)
 
         tables = [[Action("F", stage, n) for stage in own for n in range(len(rehearsals))] for own in self.by_rank]
-        self._run(tables, rehearsals, forward, keep, lambda: None)
+        self._run(tables, rehearsals, forward, keep, lambda _: nullcontext())
         return results
 
     def _run(
@@ -109,7 +111,7 @@ class Pipeline:
         rehearsals: Sequence[Rehearsal],
         forward: Forward,
         loss_of: Callable[[int, Any], torch.Tensor],
-        before_backward: Callable[[], None],
+        backward_of: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         here = {stage.number: stage for stage in self.stages}
         in_flight: dict[tuple[int, int], InFlight] = {}
@@ -121,10 +123,10 @@ class Pipeline:
             stage, number = here[action.stage], action.micro_batch
             if action.kind == "W":
                 began = now()
-                before_backward()
                 held = in_flight.pop((stage.number, number))
                 assert held.weights_later is not None
-                held.weights_later()
+                with backward_of(number):
+                    held.weights_later()
                 ended = now()
             elif action.kind == "F":
                 entering = [] if stage.is_first else self._entering(stage.number, rehearsals[number])
@@ -142,9 +144,9 @@ class Pipeline:
             else:
                 gradients = self._gradients_for(stage, number, rehearsals[number], local)
                 began = now()
-                before_backward()
                 held = in_flight[stage.number, number]
-                self._backward(action.kind, stage, held, gradients)
+                with backward_of(number):
+                    self._backward(action.kind, stage, held, gradients)
                 if action.kind == "B":
                     del in_flight[stage.number, number]
                 back = [i.grad if i.grad is not None else torch.zeros_like(i) for i in held.inputs if i.requires_grad]

@@ -54,7 +54,10 @@ def plan_pipeline(
 ) -> Planned:
     """Where to cut a model. Every rank comes to the same plan."""
     skeleton = skeleton_of(model, device)
-    with without_data(), PartWatch(None, -1):  # marks what it makes: nobody may use that in a later forward
+    with (
+        without_data() as seen,
+        PartWatch(None, -1, look=seen),
+    ):  # marks what it makes: nobody may use that in a later forward
         calls = record_calls(skeleton, lambda: look(skeleton))
     found = find_parts(skeleton, calls, stages)
     rehearsal = rehearse_parts(skeleton, [name for name, _ in found], look)
@@ -103,8 +106,9 @@ def _users(
 
 
 def _refuse_uncuttable(model: nn.Module, plan: ModelPlan, rehearsal: Rehearsal) -> None:
-    for part, line in rehearsal.random_after:
-        if plan.stages > 1 and part >= plan.cuts[1]:
+    for part, seeded, line in rehearsal.random_after:
+        # The stream of a module goes on behind it, until the next one that has its own.
+        if plan.stages > 1 and part >= plan.cuts[1] and seeded < plan.cuts[plan.stage_of(part)]:
             raise UserError(
                 f"{line} draws random numbers outside of any module, after the first stage of the pipeline, where they "
                 "would depend on the layout",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_impls import op_implementations_dict  # private in torch 2.11 and 2.13
 from torch._subclasses.fake_tensor import (  # private in torch 2.11 and 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import (
-    RANDOM,
     Piece,
     Rehearsal,
     Value,
@@ -33,7 +33,10 @@ from lockstep.parallel.crossing import (
     without_graph,
 )
 from lockstep.parallel.forward import replace_call
+from lockstep.parallel.functions import own_functions_seen
 from lockstep.parallel.trees import map_tensors, tensors_of
+from lockstep.parallel.unread import Look, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
+from lockstep.runtime.draws import RANDOM
 
 IN_PLACE = frozenset(
     ["__setitem__"]
@@ -41,12 +44,10 @@ IN_PLACE = frozenset(
 )
 """Operations that change their first argument and do not end in an underscore, as the others do."""
 
-READING = frozenset(["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"])
-"""Operations that turn a tensor into a number."""
+ONE_STAGE = "which only one stage of a pipeline has"
 
-
-class ValueReadError(Exception):
-    """Code of the user's wants to know a number that only one stage of a pipeline has."""
+AT_THE_END = -2
+"""Behind the last part, where only the last stage comes, with real values."""
 
 
 def rehearse(
@@ -62,14 +63,15 @@ def rehearse(
     of their own. With `may_read_at_end` the call may read values behind the last part: only the last stage does.
     """
     rehearsal = Rehearsal()
-    watch = RehearsalWatch(rehearsal)
+    watch = RehearsalWatch(rehearsal, len(parts) - 1)
     buffers = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
     undo = [replace_call(part, _part_call(number, watch)) for number, part in enumerate(parts)]
     handles = [hook for module in seeded for hook in _count_inside(module, watch)]
     try:
-        with without_data(), _no_custom_functions(watch), watch:
+        with without_data() as watch.look, _no_custom_functions(watch), watch:
             try:
                 rehearsal.result = call(model)
+                refuse_unread(rehearsal.result, AT_THE_END)
             except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError):
                 if not may_read_at_end or watch.at < len(parts) - 1:
                     raise
@@ -90,12 +92,22 @@ def rehearse(
 class RehearsalWatch(Watch):
     """Notes what happens between the parts, and refuses what the stages of a pipeline could not do."""
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
+    def __init__(self, rehearsal: Rehearsal, last: int) -> None:
         super().__init__()
         self.rehearsal = rehearsal
+        self.look = Look(ONE_STAGE)
+        self._unknown = Look(ONE_STAGE)  # of a later stage, for ever
+        self._last = last
         self.inside_seeded = 0
+        self.seeded_at = -1
         self.numbered: list[torch.Tensor] = []
         self.in_part = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refuse_unread((args, kwargs), AT_THE_END)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Every value has to come from a part's return, or from an operation that was seen."""
@@ -108,10 +120,10 @@ class RehearsalWatch(Watch):
         name = getattr(func, "__name__", "")
         for tensor in tensors:
             self._used(tensor)
-        if name in READING:
-            raise ValueReadError
+        if reads_nothing(name, args):
+            return self._read(name)
         if func in RANDOM and not self.inside_seeded:
-            self.rehearsal.random_after.append((self.at, user_line()))
+            self.rehearsal.random_after.append((self.at, self.seeded_at, user_line()))
         if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
             target = kwargs["out"] if "out" in kwargs else next(iter(args), None)
             if isinstance(target, torch.Tensor) and not self.follows(target) and func not in RANDOM:
@@ -123,6 +135,12 @@ class RehearsalWatch(Watch):
         if _checkpoint_region() is not None or name == "register_hook":
             numbers = [self.number_of(tensor) for tensor in tensors]
             self.rehearsal.kept_outside += [(self.at, number) for number in numbers if number is not None]
+        if func is torch.autograd.grad:
+            raise UserError(
+                f"{user_line()} has a gradient inside the loss (torch.autograd.grad), and a stage of a pipeline has "
+                "only a part of it",
+                "use a dp layout, or fsdp with shard.level = zero1",
+            )
         if name == "__getitem__":
             args = (args[0], _without_masks(args[1]))
         versions = [tensor._version for tensor in tensors]
@@ -132,6 +150,13 @@ class RehearsalWatch(Watch):
             self.rehearsal.pieces.append(Piece(self.at, func, args, kwargs))
         self.rehearsal.results.append((name, _as_replayed(result, tensors)))
         return result
+
+    def _read(self, name: str) -> Any:
+        """A number that stages have no more who begin behind it."""
+        is_end = self.at == self._last
+        found = read(name, self.look, AT_THE_END if is_end else None, converts=is_end)
+        self.rehearsal.results.append((name, made(self._unknown) if name == "item" else found))
+        return found
 
     def number(self, tensor: torch.Tensor) -> None:
         """Give a value its number, and note what it looks like."""
@@ -172,9 +197,13 @@ class RehearsalWatch(Watch):
 class PartWatch(TorchFunctionMode):
     """Sees the operations inside a part: they may use what was given to it and what they made themselves."""
 
-    def __init__(self, watch: RehearsalWatch | None, part: int, given: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, watch: RehearsalWatch | None, part: int, given: Sequence[torch.Tensor] = (), look: Look | None = None
+    ) -> None:
         super().__init__()
         self._watch = watch
+        self._part = part
+        self._look = look if look is not None else watch.look if watch is not None else Look(ONE_STAGE)
         self._mark = (watch.serial if watch else -1, part)
         self._given = {watch.number_of(tensor) for tensor in given} if watch else set()
 
@@ -184,6 +213,10 @@ class PartWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if (constant := constant_of(func, args, kwargs, is_fake)) is not None:
             return constant
+        name = getattr(func, "__name__", "")
+        if reads_nothing(name, args):
+            return read(name, self._look, self._part, converts=self._watch is None)
+        refuse_unread((args, kwargs), self._part)
         if func is torch.Tensor.__getitem__:
             args = (args[0], _without_masks(args[1]))
         for tensor in tensors_in(args, kwargs):
@@ -208,6 +241,7 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
             watch.at = number
             rehearsal.counts.append(watch.count)
             watch.used((args, kwargs))
+            refuse_unread((args, kwargs))
             given = [tensor for tensor in tensors_of((args, kwargs)) if watch.number_of(tensor) is not None]
             own = list(module.parameters())
             versions = [tensor._version for tensor in (*given, *own)]
@@ -218,6 +252,7 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
             with _no_other_randomness(module), PartWatch(watch, number, given):
                 output = module._call_impl(*args, **kwargs)
             watch.in_part = False
+            refuse_unread(output)
             if [id(tensor) for tensor in tensors_of((args, kwargs))] != before:
                 raise UserError(
                     f"{type(module).__name__} changes a list, dict or object that it is given, and only one stage of a "
@@ -254,38 +289,55 @@ def leaked(line: str) -> UserError:
     )
 
 
+def _shapes_of_ctc(_: Any, __: Any, log_probs: torch.Tensor, targets: torch.Tensor, *___: Any, **____: Any) -> Any:
+    """The losses of CTC, and what its backward keeps, which is at most as long as the longest target."""
+    length, samples = log_probs.shape[:2]
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, length, 2 * targets.shape[-1] + 1)
+
+
+def _shapes_of_grouped_mm(
+    _: Any, __: Any, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *___: Any, **____: Any
+) -> Any:
+    """A product for each group of rows (experts), of which torch's own rule takes only the formats that GPUs have."""
+    groups = [] if a.dim() != b.dim() else [len(a) if a.dim() == 3 or offs is None else len(offs)]
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
+for _operation in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
+    op_implementations_dict.setdefault(_operation, _shapes_of_ctc)
+op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _shapes_of_grouped_mm)
+
+
 @contextmanager
-def without_data(who: str = "which only one stage of a pipeline has") -> Iterator[None]:
+def without_data(who: str = ONE_STAGE) -> Iterator[Look]:
     """Refuse, with the user's own line, what only a value can decide; `who` says who could not know it."""
+    look = Look(who)
+    with_cudnn = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # for recurrent layers on GPUs it wants weights that lie together in memory
     try:
-        yield
+        yield look
     except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError) as error:
-        raise UserError(
-            f"{line_of(error)} reads a value of the model while it computes (.item(), if, or a shape that follows from "
-            f"it), {who}",
-            "compute with tensors there (torch.where), or use a dp or fsdp layout",
-        ) from error
+        raise unknown(line_of(error), who) from error
+    finally:
+        torch.backends.cudnn.enabled = with_cudnn
+        look.over = True
 
 
 @contextmanager
 def _no_custom_functions(watch: RehearsalWatch) -> Iterator[None]:
     """Refuse an autograd.Function that is applied outside of any part: what it is given and returns is not seen."""
-    apply = torch.autograd.Function.__dict__["apply"]
 
-    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not watch.in_part and not function.__module__.startswith("torch."):
+    def checked(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not watch.in_part:
             raise UserError(
                 f"{function.__name__} is an autograd.Function that is applied outside of any module, where a pipeline "
                 "cannot follow its gradient",
                 "apply it inside a module that the model calls once, or use a dp or fsdp layout",
             )
-        return apply.__func__(function, *args, **kwargs)
+        return args
 
-    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
-    try:
+    with own_functions_seen(checked):
         yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -336,6 +388,7 @@ def _find_gradients(rehearsal: Rehearsal, numbered: Sequence[torch.Tensor]) -> N
 def _count_inside(module: nn.Module, watch: RehearsalWatch) -> list[Any]:
     def enter(*_: Any) -> None:
         watch.inside_seeded += 1
+        watch.seeded_at = watch.at
 
     def leave(*_: Any) -> None:
         watch.inside_seeded -= 1

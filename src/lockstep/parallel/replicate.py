@@ -84,6 +84,7 @@ class GradientBuckets:
             self._start_sum()
         for bucket in self._buckets:
             bucket.wait()
+        self._summing = False  # a backward between steps is nobody else's
         return self.counts_unused and bool(self._buckets) and bool(self._buckets[-1].note)
 
     def finish(self, somebody_has_unused: bool) -> None:

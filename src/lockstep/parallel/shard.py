@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
+from lockstep.parallel.alone import refuse_sparse
 from lockstep.parallel.formats import dtype_of, sum_dtype
+from lockstep.parallel.replicate import GradientBuckets
 from lockstep.runtime.comm import Comm
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -27,6 +30,11 @@ those differ it adds the gradient of one parameter to another's."""
 
 READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of modules inside them without calling those."""
+
+END_OF_FORWARD = "the end of the forward"
+
+CALLED_AS_A_WHOLE = "_lockstep_call"
+"""The method of a sharded root by which a function of it is called."""
 
 
 def shard(
@@ -42,12 +50,13 @@ def shard(
     `without_data` are parameters of other stages of a pipeline, which are left alone.
     """
     refuse_unshardable(root.named_parameters())
+    refuse_sparse(root, "summed into shards", "shard.level = zero1")
     # What it warns of is an error here, see before_backward.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = data_mesh(comm)
     # None leaves the decision to torch: all units but the root give their parameters back after the forward.
     reshard = False if config.level == "zero2" else None
-    ignored = set(without_data)
+    ignored = {*without_data, *(parameter for parameter in root.parameters() if parameter.dim() == 0)}
     for unit in [*units, root]:
         fully_shard(
             unit,
@@ -64,7 +73,22 @@ def shard(
         if REDUCES_UNUSED:
             unit.set_reduce_scatter_unused_params(True)
     assert isinstance(root, FSDPModule)
+    vars(root)[CALLED_AS_A_WHOLE] = MethodType(_call_with, root)
+    register_fsdp_forward_method(root, CALLED_AS_A_WHOLE)
     return ShardedGradients(root, sharded, comm, numerics, keeps_gathered=config.level == "zero2")
+
+
+def call_gathered(model: nn.Module, call: Callable[[nn.Module], Any]) -> Any:
+    """`call(model)`. Of a sharded model, what belongs to its root is gathered around it.
+
+    So the call may do anything: `model(x)`, a method of the model, a module inside.
+    """
+    gathering = vars(model).get(CALLED_AS_A_WHOLE)
+    return call(model) if gathering is None else gathering(call)
+
+
+def _call_with(root: nn.Module, call: Callable[[nn.Module], Any]) -> Any:
+    return call(root)
 
 
 def data_mesh(comm: Comm) -> DeviceMesh:
@@ -116,13 +140,8 @@ def _owners(module: nn.Module) -> Counter[int]:
 
 
 def refuse_unshardable(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that have no rows to share out, or not one after another."""
+    """Refuse parameters whose rows do not stand one after another."""
     for name, parameter in named:
-        if parameter.dim() == 0:
-            raise UserError(
-                f"the parameter {name} is a single number, which has no rows to shard",
-                "give it the shape (1,), or use a dp layout",
-            )
         if not parameter.is_contiguous():
             raise UserError(
                 f"the parameter {name} is not stored row by row and cannot be sharded",
@@ -131,7 +150,13 @@ def refuse_unshardable(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _policy(unit: nn.Module, numerics: NumericsConfig) -> MixedPrecisionPolicy:
-    left = {parameter.dtype: name for name, parameter in unit.named_parameters() if not isinstance(parameter, DTensor)}
+    left = {p.dtype: name for name, p in unit.named_parameters() if not isinstance(p, DTensor) and p.dim() > 0}
+    for dtype, name in left.items():
+        if dtype.is_complex:
+            raise UserError(
+                f"the parameter {name} is complex, which cannot be sharded",
+                "keep real and imaginary part as real parameters (torch.view_as_real), or use a dp layout",
+            )
     if len(left) > 1:
         kinds = " and ".join(f"{name} as {str(dtype).removeprefix('torch.')}" for dtype, name in left.items())
         raise UserError(f"the model stores {kinds}, which cannot be sharded together", "build it in one number format")
@@ -144,18 +169,38 @@ def _policy(unit: nn.Module, numerics: NumericsConfig) -> MixedPrecisionPolicy:
     )
 
 
+def read_elsewhere() -> UserError:
+    """What is said of a shard that was taken for the whole weight."""
+    return UserError(
+        "a sharded weight is used without calling the module that holds it, as in F.linear(x, embedding.weight) or a "
+        "penalty on model.parameters()",
+        "use shard.level = zero1, which keeps weights whole, or call the module",
+    )
+
+
 @contextmanager
 def weights_read_by_their_modules() -> Iterator[None]:
-    """Say in one sentence what torch says of a weight whose module was not called: only a shard of it is there."""
+    """Say in one sentence what torch says of a weight whose module was not called: only a shard of it is there.
+
+    Nor is it there any more when a gradient inside of the loss is derived once more.
+    """
+    grad = torch.autograd.grad
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UserError(
+            "the loss computes a gradient itself (torch.autograd.grad), through weights that are given back in between",
+            "use shard.level = zero1, which keeps them whole, or a dp layout",
+        )
+
+    torch.autograd.grad = refuse
     try:
         yield
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise UserError(
-            "a sharded weight is used without calling the module that holds it, as in F.linear(x, embedding.weight)",
-            "call the module, or gather all at once with a larger shard.min_params, or use shard.level = zero1",
-        ) from error
+        raise read_elsewhere() from error
+    finally:
+        torch.autograd.grad = grad
 
 
 class ShardedGradients:
@@ -176,14 +221,26 @@ class ShardedGradients:
         self._comm = comm
         self._numerics = numerics
         self._keeps_gathered = keeps_gathered
+        assert isinstance(model, nn.Module)
+        self._trained = {
+            name for name, one in model.named_parameters() if one.requires_grad and isinstance(one, DTensor)
+        }
         self._watched: dict[str, nn.Parameter] = {}
         self._used: set[str] = set()
         self._views: list[tuple[torch.Tensor, int]] = []
+        self._whole: GradientBuckets | None = None
         self.path = 0
+        names = {id(module): name for name, module in model.named_modules()}
         for number, unit in enumerate(units):
             assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(partial(self._remember_call, number))
+            unit.register_forward_pre_hook(partial(self._remember_call, number, names[id(unit)] or "the model"))
             unit.register_forward_hook(self._remember_views)
+
+    def with_whole(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Parameters that are a single number are not sharded: every rank has them, and gradients are summed."""
+        single = [(name, parameter) for name, parameter in named if parameter.dim() == 0]
+        if any(parameter.requires_grad for _, parameter in single):
+            self._whole = GradientBuckets(single, self._comm.data_group(), self._comm, self._numerics.reduce_dtype)
 
     def rest(self) -> None:
         """Between steps: only shards. A forward without a backward leaves the root's parameters gathered."""
@@ -198,9 +255,12 @@ class ShardedGradients:
             self._watch()
         self._used.clear()
         self.path = 0
+        self._comm.beat.gathered.clear()
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
         self._model.set_requires_gradient_sync(False)
+        if self._whole is not None:
+            self._whole.begin()
 
     def before_backward(self, last: bool) -> None:
         """The step's last backward pass reduces what has accumulated.
@@ -208,6 +268,7 @@ class ShardedGradients:
         torch hangs its hook on a unit's output. When that is a view, changing it in place loses the hook, and the
         backward pass would skip the unit without a word.
         """
+        self._comm.beat.gathered.append(END_OF_FORWARD)
         changed = any(tensor._version != version for tensor, version in self._views)
         self._views.clear()
         if changed:
@@ -215,6 +276,8 @@ class ShardedGradients:
                 "the output of the model or of a sharded part of it is changed in place, which breaks sharding",
                 "write x = x / 2 rather than x /= 2",
             )
+        if self._whole is not None:
+            self._whole.before_backward(last)
         if self._keeps_gathered:
             self._model.set_reshard_after_backward(last)
         if last:
@@ -236,14 +299,18 @@ class ShardedGradients:
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
-        return len(self._watched) - len(self._used)
+        return len(self._watched) - len(self._used) + (self._whole.unused() if self._whole is not None else 0)
 
     def wait(self) -> bool:
-        """The backward pass has waited itself."""
+        """The backward pass has waited itself, for shards."""
+        if self._whole is not None:
+            self._whole.wait()
         return False
 
     def finish(self, somebody_has_unused: bool) -> None:
         """The reduction is over. A parameter used on no rank has no gradient, as in one process."""
+        if self._whole is not None:
+            self._whole.finish(somebody_has_unused)
         if not somebody_has_unused:
             return
         users = self._comm.sum_over_data([float(name in self._used) for name in self._watched])
@@ -262,8 +329,9 @@ class ShardedGradients:
     def restored(self) -> None:
         """So did the checkpoint."""
 
-    def _remember_call(self, number: int, *_: Any) -> None:
+    def _remember_call(self, number: int, name: str, *_: Any) -> None:
         self.path = (self.path * 31 + number + 1) % 1_000_003
+        self._comm.beat.gathered.append(name)
 
     def _remember_views(self, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -273,7 +341,10 @@ class ShardedGradients:
     def _watch(self) -> None:
         """Note which gathered parameters autograd reaches; they exist from the first gathering on."""
         assert isinstance(self._model, nn.Module)
-        self._watched = {n: p for n, p in self._model.named_parameters() if p.requires_grad and isinstance(p, DTensor)}
+        self._watched = {name: one for name, one in self._model.named_parameters() if name in self._trained}
+        frozen = [parameter for parameter in self._watched.values() if not parameter.requires_grad]
+        for parameter in frozen:  # by the script, for a while
+            parameter.requires_grad_(True)
         unseen, used = set(self._watched), self._used  # a hook that held `self` would keep its group for ever
         for unit in self._units:
             unit.unshard()
@@ -282,6 +353,8 @@ class ShardedGradients:
                     unseen.remove(name)
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
             unit.reshard()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _prepare_sum(unit: FSDPModule, numerics: NumericsConfig) -> None:
@@ -292,7 +365,9 @@ def _prepare_sum(unit: FSDPModule, numerics: NumericsConfig) -> None:
     last micro-batch. All of this is private in torch 2.11 and 2.13, and settled in the first forward.
     """
     group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None or group._reduce_dtype is None:  # nothing to train
+    if group is not None and group._reduce_dtype is None:  # nothing to train, at least when this was settled
+        group._init_mp_dtypes()
+    if group is None or group._reduce_dtype is None:
         return
     group._reduce_dtype = sum_dtype(group._reduce_dtype, numerics.reduce_dtype)
     trained = [part for part in group.fsdp_params if part.sharded_param.requires_grad]

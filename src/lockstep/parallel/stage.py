@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from lockstep.parallel.crossing import Rehearsal, Watch, another_path, fake_like
 from lockstep.parallel.forward import Forward, replace_call, replace_forward
 from lockstep.parallel.rehearsal import apart_from, leaked
 from lockstep.parallel.trees import map_tensors, tensors_of
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+OF_MODULES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 class Cut(BaseException):
@@ -204,15 +208,36 @@ def skeleton_of(model: nn.Module, device: torch.device) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(fake_like(parameter, mode, device), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to(device, copy=True)
+        memo[id(buffer)] = buffer.detach() if buffer.is_meta else buffer.detach().to(device, copy=True)
     return copy_of(model, memo)
 
 
 def copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a model that takes what `memo` says for its parameters and buffers."""
     for module in model.modules():
-        for stray in vars(module).values():
-            if isinstance(stray, torch.Tensor) and not stray.is_leaf:  # kept from a forward, to be looked at
-                memo[id(stray)] = stray.detach()
+        for name, value in vars(module).items():
+            if name not in OF_MODULES:
+                for stray in tensors_of(value):
+                    if not stray.is_leaf:  # kept from a forward, to be looked at
+                        memo[id(stray)] = stray.detach()
     twin: nn.Module = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        for name in HOOKS:
+            hooks = vars(module).get(name, {})
+            hooks.update({key: _of_twin(hook, memo) for key, hook in hooks.items()})
+    return twin
+
+
+def _of_twin(hook: Any, memo: dict[int, Any]) -> Any:
+    """A hook of a copy. A function inside of a method has its `self`, and would keep things in the model before."""
+    if not isinstance(hook, FunctionType) or hook.__closure__ is None:
+        return hook
+    cells = []
+    for cell in hook.__closure__:
+        try:
+            cells.append(CellType(memo.get(id(cell.cell_contents), cell.cell_contents)))
+        except ValueError:  # nothing is in it yet
+            cells.append(cell)
+    twin = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    twin.__kwdefaults__ = hook.__kwdefaults__
     return twin

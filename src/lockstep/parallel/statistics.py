@@ -2,12 +2,12 @@
 
 BatchNorm keeps r <- (1 - m) r + m s for every micro-batch it sees. One process sees all micro-batches of a step in
 order; a rank sees only its own, neighbours among them. The update is linear in r, so the ranks' updates compose. Of no
-other buffer can that be known, so one that changes is refused.
+other buffer can that be known, so one that follows the samples is refused; what comes to the same is for buffers.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeGuard
 
@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from lockstep.amounts import how_many
+from lockstep.data.order import Order
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm import SyncBatchNorms
 from lockstep.runtime.comm import Comm
@@ -39,9 +41,9 @@ class RunningStatistics:
         self._ranks = comm.data_size
         self._group = group
         self._sync = sync
-        self._layers: list[_BatchNorm] = []
+        self._all_layers: list[_BatchNorm] = []
         self._others: dict[str, tuple[nn.Module, str]] = {}
-        self._others_before: dict[str, torch.Tensor] | None = None
+        self._others_before: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._before = torch.empty(0)
         if comm.data_size == 1:
             return
@@ -49,8 +51,7 @@ class RunningStatistics:
             _refuse_unknown_statistics(name, module)
         layers = [layer for _, layer in modules if keeps_statistics(layer)]
         known = {id(buffer) for layer in layers for buffer in layer.buffers()}
-        if sync is None:
-            self._layers = layers
+        self._all_layers = layers
         self._others = {
             f"{name}.{leaf}".lstrip("."): (module, leaf)
             for name, module in modules
@@ -58,14 +59,45 @@ class RunningStatistics:
             if id(buffer) not in known
         }
 
+    @property
+    def _layers(self) -> list[_BatchNorm]:
+        """The layers whose statistics are put together here."""
+        return [] if self.is_synchronised else self._all_layers
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether BatchNorm normalises over the samples of all data ranks."""
+        return self._sync is not None and self._sync.is_on
+
+    @property
+    def can_synchronise(self) -> bool:
+        """Whether there is a BatchNorm that was made for it."""
+        return self._sync is not None
+
+    def synchronise(self, is_on: bool) -> None:
+        """Let BatchNorm normalise over the samples of all data ranks, or over those of a micro-batch."""
+        if self._sync is not None:
+            self._sync.is_on = is_on
+
+    def leave(self, names: Collection[str]) -> None:
+        """These buffers are somebody else's matter."""
+        self._others = {name: home for name, home in self._others.items() if name not in names}
+        self._others_before = {name: seen for name, seen in self._others_before.items() if name not in names}
+
     def begin(self) -> None:
         """Remember the statistics before a step."""
         if self._sync:
             self._sync.begin()
         if self._layers:
             self._before = self._snapshot()
-        if self._others_before is None:
-            self._others_before = {name: self._other(name).clone() for name in self._others}
+        for name in self._others:
+            if not self._is_as_seen(name):
+                self._others_before[name] = _seen(self._other(name))
+
+    def end(self) -> None:
+        """A step is over, however: the forwards of a script between steps are each rank's own."""
+        if self._sync:
+            self._sync.is_in_step = False
 
     def not_counting(self) -> AbstractContextManager[None]:
         """For a forward that must not count."""
@@ -88,14 +120,17 @@ class RunningStatistics:
         self._restore(total)
 
     def _check_others(self) -> None:
-        """After the first step: a buffer that a forward changed has another value on every rank."""
-        for name, before in (self._others_before or {}).items():
-            if not torch.equal(self._other(name), before):
-                raise UserError(
-                    f"the forward pass changes the buffer {name}, and every rank would change it in its own way",
-                    "update it between steps, or train this model on one process (--layout single)",
-                )
-        self._others_before = {}
+        """After a step: a buffer that a forward changed has another value on every rank."""
+        for name, (copy, _, _) in self._others_before.items():
+            now = self._other(name)
+            if not self._is_as_seen(name) and (now.shape != copy.shape or not torch.equal(now, copy)):
+                raise changed_by_each(name)
+
+    def _is_as_seen(self, name: str) -> bool:
+        """Whether nobody has touched a buffer since it was seen."""
+        now = self._other(name)
+        _, buffer, version = self._others_before.get(name, (None, None, -1))
+        return now is buffer and now._version == version
 
     def _other(self, name: str) -> torch.Tensor:
         module, leaf = self._others[name]
@@ -135,14 +170,29 @@ class RunningStatistics:
                 yield buffer
 
 
-def batch_norm_line(model: nn.Module, how: str, micro_batch: int, ranks: int) -> str | None:
+def changed_by_each(name: str) -> UserError:
+    """A buffer that follows the samples of a forward, where every rank has its own."""
+    return UserError(
+        f"the forward pass changes the buffer {name}, and every rank would change it in its own way",
+        "update it between steps, or train this model on one process (--layout single)",
+    )
+
+
+def _seen(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A copy of a buffer, and what tells whether it was touched since."""
+    return buffer.clone(), buffer, buffer._version
+
+
+def batch_norm_line(model: nn.Module, how: str, order: Order, given: bool) -> str | None:
     """What the BatchNorm layers of a model normalise over, for people; None where nothing is normalised."""
     if not any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
         return None
-    samples = f"{micro_batch} sample{'' if micro_batch == 1 else 's'}"
     if how == "sync":
-        across = f"{ranks} rank{'' if ranks == 1 else 's'} x {samples}"
+        across = f"{how_many(order.data_size, 'rank')} x {how_many(order.micro_batch, 'sample')}"
         return f"BatchNorm normalises over {across}: numbers change with the layout"
+    if not given:
+        return f"BatchNorm normalises over the global batch of {order.global_batch}: the same numbers on any layout"
+    samples = how_many(order.micro_batch, "sample")
     return f"BatchNorm normalises over the {samples} of a logical micro-batch: the same numbers on any layout"
 
 

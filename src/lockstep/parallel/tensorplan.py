@@ -26,7 +26,7 @@ from lockstep.parallel.forward import replace_call
 from lockstep.parallel.materialise import tied_names
 from lockstep.parallel.tensor import Role, Slice, column, features, heads, is_linear, row, slices, unfit_for_heads
 from lockstep.parallel.trees import tensors_of
-from lockstep.parallel.trial import refuse_own_functions, trying_out
+from lockstep.parallel.trial import refuse_reentrant, trying_out
 from lockstep.runtime.axis import Axis
 
 SAID = "tensor.roles says so"
@@ -36,6 +36,9 @@ MOST_PARTS = 16
 
 WORTH_CUTTING = 0.01
 """A table of embeddings that holds less than this share of a model stays whole."""
+
+SMALL = 0.1
+"""A matrix that holds less than this share of its block stays whole where it cannot be shared out evenly."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,12 @@ class _Finder:
         """Whether a module is in a block."""
         return owner_of(name, self._blocks) is not None
 
+    def _is_small(self, name: str) -> bool:
+        """Whether a matrix is a small part of its block, such as an update of low rank (LoRA)."""
+        block = self._model.get_submodule(owner_of(name, self._blocks) or "")
+        own, all_ = (sum(p.numel() for p in one.parameters()) for one in (self._candidates[name], block))
+        return own < SMALL * all_
+
     def _stated_roles(self, stated: Mapping[str, str]) -> dict[str, str]:
         found: dict[str, str] = {}
         for pattern, kind in stated.items():
@@ -311,7 +320,7 @@ class _Finder:
         handles = [border.register_forward_hook(_refuse_cut_results) for border in self._borders[:-1]]
         try:
             with trying_out(lambda: self._look(self._model), "tp"), uses:
-                refuse_own_functions(self._look(self._model), "tp")
+                refuse_reentrant(self._look(self._model), "tp")
         finally:
             for one in reversed(undo):
                 one()
@@ -428,7 +437,7 @@ class _Finder:
                 raise CannotCutError([frozenset(tables)], self._whole[tables[0]])
 
     def _settle_sizes(self, trial: Trial) -> None:
-        """What the number of ranks does not divide stays whole outside of blocks, and is refused inside."""
+        """What the number of ranks does not divide stays whole outside of blocks or where it is small, else refused."""
         for name, sizes in trial.sizes.items():
             for size, what in sorted(sizes, key=lambda one: one[1] != "heads"):
                 if size % self._tp == 0:
@@ -437,7 +446,7 @@ class _Finder:
                 is_scores = not inside and name not in trial.partners and trial.roles[name].parts == (size,)
                 if is_scores and self._has_rows_for_all(size):
                     continue  # the scores of a vocabulary, which may be shared out unevenly
-                if what != "heads" and not inside:
+                if what != "heads" and (not inside or self._is_small(name)):
                     raise CannotCutError([frozenset([name])], f"{self._tp} ranks cannot share its {size} {what} evenly")
                 whole = f'--set \'tensor.roles={{"{starred(name)}": "whole"}}\''
                 raise UserError(

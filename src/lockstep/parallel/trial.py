@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.parallel.crossing import line_of, user_line
-from lockstep.parallel.cut import CannotCutError, along_of
+from lockstep.parallel.cut import CannotCutError, along_of, cuts_in
+from lockstep.parallel.functions import nodes_of, own_functions_seen
 from lockstep.parallel.rehearsal import without_data
+from lockstep.parallel.rules.arguments import cannot
 from lockstep.parallel.trees import tensors_of
+from lockstep.parallel.unread import Look, read, reads_nothing
 
 LOOKED_AT = "and how to cut a model is found out without data"
 """Why a value cannot be read while a forward is tried out."""
@@ -23,7 +27,14 @@ LOOKED_AT = "and how to cut a model is found out without data"
 @contextmanager
 def trying_out(look: Callable[[], Any], axis: str) -> Iterator[None]:
     """For a forward with tensors cut over an axis; `look` runs the same one without."""
-    with without_data(LOOKED_AT), no_shortcuts(), no_own_gradients(axis), can_be_followed(look, axis):
+    with (
+        without_data(LOOKED_AT) as seen,
+        no_shortcuts(),
+        no_own_gradients(axis),
+        _Reading(seen),
+        own_functions_seen(partial(_whole_arguments, axis)),
+        can_be_followed(look, axis),
+    ):
         yield
 
 
@@ -57,7 +68,7 @@ def no_own_gradients(axis: str) -> Iterator[None]:
     def refuse(what: str) -> None:
         raise UserError(
             f"{user_line()} has {what}, and under {axis} a rank has only a share of it",
-            "use a dp or fsdp layout for this model",
+            "use a dp layout for this model, or fsdp with shard.level = zero1",
         )
 
     functions: Any = functorch
@@ -79,31 +90,25 @@ def no_own_gradients(axis: str) -> Iterator[None]:
         functions.vmap_impl = vmap
 
 
-def refuse_own_functions(result: Any, axis: str) -> None:
-    """Refuse autograd.Functions of the user's in what leads to a loss: their backward would get a share of a gradient.
-
-    They are found in autograd's graph, however they were called.
-    """
-    waiting = [tensor.grad_fn for tensor in tensors_of(result) if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        function: Any = getattr(node, "_forward_cls", torch.autograd.Function)
-        module = function.__module__
-        if module == "torch.utils.checkpoint":
+def refuse_reentrant(result: Any, axis: str) -> None:
+    """Refuse reentrant checkpoints in what leads to a loss."""
+    for node in nodes_of(list(tensors_of(result))):
+        if getattr(node, "_forward_cls", torch.autograd.Function).__module__ == "torch.utils.checkpoint":
             raise UserError(
                 f"the model recomputes with a reentrant checkpoint, which does not go with {axis}",
                 "give torch.utils.checkpoint use_reentrant=False, or leave it out and give run.setup recompute=True",
             )
-        if not module.startswith(("torch.", "lockstep.")):
-            raise UserError(
-                f"{function.__name__} is an autograd.Function, which is given gradients, and under {axis} a rank has "
-                "only a share of them",
-                "write it with torch's own operations, or use a dp or fsdp layout for this model",
-            )
-        further = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        seen.update(further)
-        waiting += further
+
+
+def _whole_arguments(axis: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an autograd.Function of the user's is given has to be whole: its code sees what a tensor holds."""
+    for value in cuts_in(args):
+        cannot(along_of(value), f"{function.__name__} is an autograd.Function")
+        raise UserError(
+            f"{user_line()} gives {function.__name__}, an autograd.Function, a tensor that {axis} cuts",
+            f"write it with torch's own operations, or use a layout without {axis}",
+        )
+    return args
 
 
 class _Refusing(TorchFunctionMode):
@@ -114,6 +119,19 @@ class _Refusing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (what := GRADIENT_FUNCTIONS.get(getattr(func, "__name__", ""))) is not None:
             self._refuse(what)
+        return func(*args, **(kwargs or {}))
+
+
+class _Reading(TorchFunctionMode):
+    """Values that are read: at work, every rank has the whole ones, and the same."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if reads_nothing(name := getattr(func, "__name__", ""), args):
+            return read(name, self._look, converts=True)
         return func(*args, **(kwargs or {}))
 
 

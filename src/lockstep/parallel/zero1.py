@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from lockstep.config import Format
 from lockstep.parallel.dtensors import of_part
@@ -41,16 +41,19 @@ class ShardedOptimizer(GradientBuckets):
             if parameter.requires_grad
         ]
         frozen = [parameter for parameter in whole.values() if not parameter.requires_grad]
-        self._trained = [_Rows(members, shards) for members in fill_buckets(list(views))]
-        self._frozen = [_Rows(members, shards) for members in fill_buckets(frozen)]
+        self._trained, self._frozen = (
+            [_Rows(members, shards) for members in fill_buckets([one for one in some if one.dim() > 0])]
+            for some in (views, frozen)
+        )
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Hand this rank's part of the sums to the optimizer."""
         super().finish(somebody_has_unused)
         for parameter, rows, gradient in self._gradients:
-            rows.grad = None if parameter.grad is None else gradient
+            has_gradient = parameter.grad is not None
             # Only the rows of this rank will be scaled and clipped: nobody should read the whole of it.
             parameter.grad = None
+            rows.grad = gradient if has_gradient else None
 
     def updated(self) -> None:
         """The optimizer has changed this rank's rows: get those of the others."""
@@ -63,11 +66,15 @@ class ShardedOptimizer(GradientBuckets):
             bucket.gather()
 
     def _own_rows(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dim() == 0:  # a single number has no rows: every rank updates it
+            return parameter
         return nn.Parameter(self._own_part(parameter.data), requires_grad=parameter.requires_grad)
 
-    def _own_part(self, whole: torch.Tensor) -> DTensor:
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        if whole.dim() == 0:
+            return whole
         placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
-        mine = _chunk(whole, self._shards.rank(), self._shards.size())
+        mine = chunk_of(whole, self._shards.rank(), self._shards.size())
         return of_part(mine, self._mesh, placements, whole.shape, whole.stride())
 
 
@@ -77,9 +84,9 @@ class _Rows:
     def __init__(self, members: Sequence[nn.Parameter], shards: dist.ProcessGroup) -> None:
         self._shards = shards
         self._whole = [parameter.data.view(-1) for parameter in members]
-        self._own = [_chunk(p.data, shards.rank(), shards.size()).view(-1) for p in members]
+        self._own = [chunk_of(p.data, shards.rank(), shards.size()).view(-1) for p in members]
         # The first chunk is a largest one.
-        self._padded = [_chunk(p.data, 0, shards.size()).numel() for p in members]
+        self._padded = [chunk_of(p.data, 0, shards.size()).numel() for p in members]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -100,7 +107,7 @@ class _Rows:
         torch._foreach_copy_(targets, sources)
 
 
-def _chunk(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def chunk_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """The rows of one rank, none where there are fewer rows than ranks: what `fully_shard` would give it."""
     chunks = whole.chunk(ranks)
     return chunks[rank] if rank < len(chunks) else whole[:0]

@@ -31,7 +31,7 @@ def from_config(path: Path, overrides: Mapping[str, Any]) -> Described:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({reason(error)})", "give a config.json or its folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error})", "give the config.json of a model") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no table", "give the config.json of a model")

@@ -9,15 +9,29 @@ from pathlib import Path
 
 
 class Beat:
-    """The phase of the training that this rank is in, the step it works on, and a count that grows with progress."""
+    """The phase of the training that this rank is in, the step it works on, and a count that grows with progress.
 
-    __slots__ = ("_busy", "phase", "step", "ticks")
+    `gathered` are the sharded blocks that were called in the step, in order, and the ends of its forwards; in an
+    evaluation those that were called for the samples which are scored now.
+    """
+
+    __slots__ = ("_busy", "_step", "gathered", "phase", "ticks")
 
     def __init__(self) -> None:
         self.phase = "starting"
-        self.step = 0
         self.ticks = 0
+        self.gathered: list[str] = []
+        self.step = 0
         self._busy: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.gathered = []  # first: a thread beside this one must not take the old ones for the new step's
+        self._step = step
 
     @property
     def is_busy(self) -> bool:
@@ -38,6 +52,8 @@ class Beat:
 
     def at(self, phase: str) -> None:
         """A new phase begins."""
+        if phase == "scoring":  # of one group of samples, and of a whole evaluation nobody wants them all
+            self.gathered = []
         self.phase = phase
         self.ticks += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import time
@@ -35,7 +36,7 @@ class Comm:
 
     Gradients travel on the mesh's groups. Weights, losses, stop requests and other small numbers that ranks decide by
     travel as float64 on a CPU group of their own: reading them never waits for a GPU, and they never interleave with
-    the gradients.
+    the gradients. `store` is one that the caller has for the ranks to meet at, `met` is where they have met already.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Comm:
         backend: str,
         timeout: datetime.timedelta,
         store: dist.Store | None = None,
+        met: dist.Store | None = None,
     ) -> None:
         self.place = place
         self.beat = Beat()
@@ -62,12 +64,7 @@ class Comm:
         self._given_store = store
         if place.world_size == 1:
             return
-        if dist.is_initialized():
-            raise UserError(
-                "torch.distributed is already initialised",
-                "let lockstep.init() do it, and drop the other call",
-            )
-        self._store = store if store is not None else _connect(place, timeout)
+        self._store = met if met is not None else meet(place, timeout, store)
         if place.nodes == 1:
             # Host names that resolve to an address nobody listens on are common on laptops; loopback always works.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -230,6 +227,14 @@ class Comm:
             if told is not None:
                 raise UserError(*told)
 
+    def is_same(self, text: str) -> bool:
+        """Whether all ranks give the same text."""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        least = torch.tensor([digest, -digest])
+        if self._control is not None:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
+        return int(least[0]) == -int(least[1])
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.sum([0.0])
@@ -248,13 +253,17 @@ class Comm:
                 with self.beat.busy():
                     text = json.dumps({"result": prepare()})
             except BaseException as error:
-                self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                refusal = [error.cause, error.fix] if isinstance(error, UserError) else None
+                told = {"error": f"{type(error).__name__}: {error}", "refusal": refusal}
+                self._store.set(key, json.dumps(told))
                 raise
             self._store.set(key, text)
             return json.loads(text)["result"]
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)
         answer = json.loads(self._store.get(key))
+        if answer.get("refusal"):
+            raise UserError(*answer["refusal"])
         if "error" in answer:
             raise RuntimeError(f"rank 0 failed in once({name!r}): {answer['error']}")
         return answer["result"]
@@ -276,6 +285,16 @@ class Comm:
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group()
         self._control = self._data_control = self.mesh = self.tensor_mesh = self._store = None
+
+
+def meet(place: Place, timeout: datetime.timedelta, given: dist.Store | None = None) -> dist.Store:
+    """The store of a start, with nothing in it yet but what ranks compare before they make groups."""
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed is already initialised",
+            "let lockstep.init() do it, and drop the other call",
+        )
+    return given if given is not None else _connect(place, timeout)
 
 
 def _connect(place: Place, timeout: datetime.timedelta, hosts: bool = True) -> dist.Store:

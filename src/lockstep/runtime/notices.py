@@ -35,9 +35,9 @@ class Notices:
         else:
             self._store.set(key, text)
 
-    def has(self, key: str) -> bool:
-        """Whether there is a note of this key by now."""
-        return key in self._own if self._store is None else self._store.check([key])
+    def has(self, *keys: str) -> bool:
+        """Whether there are notes of these keys by now."""
+        return all(key in self._own for key in keys) if self._store is None else self._store.check(list(keys))
 
     def wait(self, keys: Sequence[str]) -> list[str]:
         """The notes of these keys, when all of them are there."""

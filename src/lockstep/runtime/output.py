@@ -6,6 +6,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -82,15 +84,31 @@ class _Lines(io.TextIOBase):
     def __init__(self, stream: TextIO, log: IO[str], show: Callable[[str], None]) -> None:
         self._stream = stream
         self._log = log
+        self._write_log: Callable[[str], object] = log.write
         self._show = show
         self._rest = ""
+        self._process = os.getpid()
 
     def write(self, text: str) -> int:
-        self._log.write(text)
+        if os.getpid() != self._process:
+            self._be_of_a_fork()
+        self._write_log(text)
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._show(line)
         return len(text)
+
+    def _be_of_a_fork(self) -> None:
+        """In a loader's process: its parent's threads may have held any lock when it was made, so it takes none."""
+        self._process, self._rest = os.getpid(), ""
+        self._write_log = partial(_write, self._log.fileno())
+        try:
+            # Over the bar, which its owner draws again.
+            begin = "\r\x1b[2K" if self._stream.isatty() else ""
+            descriptor = self._stream.fileno()
+            self._show = lambda line: _write(descriptor, f"{begin}{line}\n")
+        except OSError:  # a stream that is no file
+            self._show = lambda _: None
 
     def end_line(self) -> None:
         if self._rest:
@@ -106,3 +124,8 @@ class _Lines(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
+
+
+def _write(descriptor: int, text: str) -> None:
+    with suppress(OSError):  # a terminal that is gone
+        os.write(descriptor, text.encode("utf-8", "replace"))

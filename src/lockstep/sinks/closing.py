@@ -93,7 +93,8 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
     if summary.memory:
         rows.append(("memory", f"{bytes_text(summary.memory)} on the fullest rank"))
     energy = f", {energy_text(summary.kwh)}" if summary.kwh is not None else ""
-    rows.append(("cost", f"{device_time_text(summary.device_hours, summary.device)}{energy}"))
+    cost = f"{device_time_text(summary.device_hours, summary.device)}{energy}"
+    rows.append(("cost", cost if summary.device_hours else ""))
     compared = [_compared("a step", summary.predicted_step, seconds_text)]
     compared.append(_compared("memory", summary.predicted_memory, bytes_text))
     rows.append(("predicted", "; ".join(text for text in compared if text)))

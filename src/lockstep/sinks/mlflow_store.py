@@ -33,7 +33,7 @@ class MlflowStore:
         self._metrics: list[Metric] = []
         if not self._goes_on(sent.run):
             sent.run, sent.how = self._create(folder, None if given else local), "stopped"
-            sent.offset, sent.step, sent.again = 0, 0, False
+            sent.offset, sent.step, sent.told, sent.before = 0, 0, {}, {}
         self._id = sent.run
 
     def describe(self, config: Mapping[str, Any]) -> None:

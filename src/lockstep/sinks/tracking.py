@@ -1,8 +1,8 @@
 """`python -m lockstep.sinks.tracking wandb|mlflow RUN`: tell W&B or MLflow of a run while it goes on.
 
 How far it came is in the run folder (`wandb/sent.json`), so that a run that goes on is told from there, and one that
-was not told from its beginning is told all of it. A step that is done again is not told again: neither W&B nor MLflow
-can take back what they were told before.
+was not told from its beginning is told all of it. What was told of a step is not told again when the step is done
+again: neither W&B nor MLflow can take it back. What was not told of it yet, its validation say, is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -41,8 +41,11 @@ class Sent:
     run: str = ""
     offset: int = 0
     step: int = 0
-    again: bool = False
-    """Whether the run is doing steps again that were told before."""
+    """Where the run stands."""
+    told: dict[str, int] = field(default_factory=dict)
+    """The last step of which each number was told."""
+    before: dict[str, int] = field(default_factory=dict)
+    """The same when the run last began, or went back to do steps again."""
     how: Ending = "stopped"
     """How its last attempt ended, as far as it was read; a later try to say so begins behind the event that told it."""
 
@@ -146,17 +149,20 @@ def _tell_one(service: Service, event: Event, sent: Sent, numbers: Numbers) -> N
     if event["kind"] == "start":
         wanted = ("layout", "world_size", "nodes", "device", "precision", "parameters", "global_batch", "host")
         service.describe({f"start.{name}": event[name] for name in wanted})
-        sent.again = (event["resumed_from_step"] or 0) < sent.step
+        sent.step, sent.before = event["resumed_from_step"] or 0, dict(sent.told)
         sent.how = "stopped"
     elif event["kind"] == "step":
-        sent.again = event["step"] <= sent.step
-        sent.step = max(sent.step, event["step"])
+        if event["step"] <= sent.step:
+            sent.before = dict(sent.told)
+        sent.step = event["step"]
     elif event["kind"] == "end":
         sent.how = "finished"
     elif event["kind"] == "stop" and event["reason"] == "failed":
         sent.how = "failed"
-    if named and (not sent.again or event["kind"] == "test"):
-        service.log(named, event["step"], event["time"])
+    if news := {name: number for name, number in named.items() if event["step"] > sent.before.get(name, -1)}:
+        service.log(news, event["step"], event["time"])
+        step: int = event["step"]
+        sent.told |= dict.fromkeys(news, step)
 
 
 def _keep(service: Service, sent: Sent, state: Path) -> None:

@@ -1,0 +1,84 @@
+"""autograd.Functions of the user's: seen when they are applied, and whether their backward is linear."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch import utils as functorch  # private in torch 2.11 and 2.13
+
+APART = 2.0**13
+"""How far apart gradients are by which a backward is tried out; a power of two, so that nothing is rounded."""
+
+
+@contextmanager
+def own_functions_seen(see: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """Let `see(function, arguments)` say what a Function of the user's is applied to.
+
+    `apply` itself is no place to look: people keep it (`reverse = Reverse.apply`). It hands its arguments to this
+    function of torch's first.
+    """
+    unwrap = functorch.unwrap_dead_wrappers
+
+    def seen(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        function = sys._getframe(1).f_locals.get("cls")
+        return unwrap(see(function, args) if function is not None and is_own(function) else args)
+
+    functorch.unwrap_dead_wrappers = seen
+    try:
+        yield
+    finally:
+        functorch.unwrap_dead_wrappers = unwrap
+
+
+def is_own(function: Any) -> bool:
+    """Whether a Function is the user's, neither torch's nor ours."""
+    return not function.__module__.startswith(("torch.", "lockstep."))
+
+
+def nodes_of(tensors: list[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd's graph that lead to some tensors."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        further = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(further)
+        waiting += further
+
+
+def not_linear(loss: torch.Tensor, additive: bool) -> str | None:
+    """The name of a Function before a loss whose backward makes something else of a larger gradient than a larger one.
+
+    With `additive`, also of the sum of two. It is called a few times with made-up gradients.
+    """
+    for node in nodes_of([loss]):
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and is_own(function) and not _is_linear(node, additive):
+            return str(function.__name__)
+    return None
+
+
+@torch.no_grad()
+def _is_linear(node: Any, additive: bool) -> bool:
+    with torch.random.fork_rng([]):
+        one, other = ([_made_up(like) for like in node._input_metadata] for _ in range(2))
+        result = _results(node, one)
+        tries = [(_results(node, [g * by for g in one]), [r * by for r in result]) for by in (APART, 1 / APART)]
+        if additive:
+            both = _results(node, [g + h for g, h in zip(one, other, strict=True)])
+            tries.append((both, [r + s for r, s in zip(result, _results(node, other), strict=True)]))
+    return all(torch.allclose(a, b, rtol=1e-2) for found, wanted in tries for a, b in zip(found, wanted, strict=True))
+
+
+def _made_up(like: Any) -> torch.Tensor:
+    return torch.randn(tuple(like.shape), device=like.device).to(like.dtype)
+
+
+def _results(node: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = node.apply(*gradients)
+    return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, torch.Tensor)]
