@@ -26,6 +26,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
+from measuring import take_another_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -116,6 +117,7 @@ def lockstep(problem: Problem, run: Run) -> Losses:
         return model(batch["x"], batch["y"], reduction="sum"), batch["y"].numel()
 
     compiling: dict[str, Any] = {"compile": "model"} if problem.compiled else {}
+    name = take_another_model(run)
     engine = run.setup(
         problem.build_model,
         loss,
@@ -131,6 +133,7 @@ def lockstep(problem: Problem, run: Run) -> Losses:
         steps=problem.steps,
         shuffle=problem.shuffle,
         workers=problem.workers,
+        name=name,
     )
     for batch in loader:
         yield engine.step(batch).loss

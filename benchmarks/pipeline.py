@@ -40,6 +40,7 @@ from measuring import (
     ratio_cells,
     start_ranks,
     summary,
+    take_another_model,
 )
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -186,6 +187,7 @@ def lockstep(problem: Problem, run: Run | None) -> Steps:
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return model(batch["x"], batch["y"], reduction="sum"), batch["y"].numel()
 
+    name = take_another_model(run)
     engine = run.setup(problem.build_model, loss, optimizer=problem.optimizer, pipeline={"schedule": problem.schedule})
     loader = run.loader(
         problem.dataset(),
@@ -194,6 +196,7 @@ def lockstep(problem: Problem, run: Run | None) -> Steps:
         steps=problem.steps,
         shuffle=False,
         workers=0,
+        name=name,
     )
     for batch in loader:
         loss_now = engine.step(batch).loss

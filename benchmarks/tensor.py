@@ -41,6 +41,7 @@ from measuring import (
     ratio_cells,
     start_ranks,
     summary,
+    take_another_model,
     turn,
 )
 from torch import Tensor, nn
@@ -214,6 +215,7 @@ def with_lockstep(problem: Problem, run: Run) -> Losses:
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return model(batch["x"], batch["y"], reduction="sum"), batch["y"].numel()
 
+    name = take_another_model(run)
     engine = run.setup(
         problem.build_model,
         loss,
@@ -222,7 +224,9 @@ def with_lockstep(problem: Problem, run: Run) -> Losses:
         compile="blocks" if problem.compiled else "off",
     )
     batch = problem.size.batch
-    loader = run.loader(problem.dataset(), batch, micro_batch=batch, steps=problem.steps, shuffle=False, workers=0)
+    loader = run.loader(
+        problem.dataset(), batch, micro_batch=batch, steps=problem.steps, shuffle=False, workers=0, name=name
+    )
     for step in loader:
         yield engine.step(step).loss
 

@@ -8,19 +8,28 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import FrameType
 
+import psutil
 import pytest
 
 from tests import budget
+from tests.patience import Deadline, patient
 from tests.ranks import RankPool
+from tests.signals import own_signals
 
 # Before anything imports torch, and for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 DEFAULT_LIMIT = 120.0
 # After the limit a test has this long to fail by itself; then the whole session is ended.
 LAST_RESORT = 30.0
+LOOKS_EVERY = 10.0
 
 real_stderr = pytest.StashKey[int]()
 
@@ -42,7 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"limit(seconds): fail after so long, instead of {DEFAULT_LIMIT:g} s")
+    config.addinivalue_line(
+        "markers", f"limit(seconds): fail after so long on an idle machine, not {DEFAULT_LIMIT:g} s"
+    )
     config.stash[real_stderr] = os.dup(2)
     if config.getoption("--no-skips"):
         config.pluginmanager.register(NoSkips(), "no-skips")
@@ -59,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if budget.is_soak(item.nodeid):
             item.add_marker(pytest.mark.soak)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    with own_signals():
+        return (yield)
 
 
 class NoSkips:
@@ -114,22 +131,51 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 @contextlib.contextmanager
 def time_limit(item: pytest.Item) -> Iterator[None]:
-    """Fail the phase of a test that takes too long, with the stack of every thread on stderr."""
+    """Fail the phase of a test that takes too long, with the stack of every thread on stderr.
+
+    What the test waits for needs no timeout of its own: the processes that it started are ended with it.
+    """
     marker = item.get_closest_marker("limit")
     seconds = float(marker.args[0]) if marker else DEFAULT_LIMIT
+    deadline = Deadline(seconds)
+    before = children()
 
-    def out_of_time(_number: int, _frame: FrameType | None) -> None:
+    def look(_number: int, _frame: FrameType | None) -> None:
         __tracebackhide__ = True
+        left = deadline.left
+        # Python runs signal handlers between byte codes: a test stuck in C never gets here, but this timer does.
+        faulthandler.dump_traceback_later(patient(left + LAST_RESORT), exit=True, file=item.config.stash[real_stderr])
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, min(left, LOOKS_EVERY))
+            return
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-        pytest.fail(f"not done after {seconds:g} s")
+        end_children(children() - before)
+        pytest.fail(f"not done after {seconds:g} s of an idle machine")
 
-    previous = signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    # Python runs signal handlers between byte codes: a test stuck in C never gets there, but this timer does.
-    faulthandler.dump_traceback_later(seconds + LAST_RESORT, exit=True, file=item.config.stash[real_stderr])
+    previous = signal.signal(signal.SIGALRM, look)
+    look(signal.SIGALRM, None)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not waited for."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.update(map(int, thread.read_text().split()))
+    return found
+
+
+def end_children(pids: set[int]) -> None:
+    """Kill these processes and all that they have started."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()

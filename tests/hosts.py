@@ -22,11 +22,12 @@ from typing import IO, Any, Literal
 
 import pytest
 
+from tests.patience import Deadline
+
 Names = Literal["all", "loopback", "none"]
 """What a host's /etc/hosts says. all: every name with its address. loopback: the same, but the host's own name is
 127.0.1.1, as Debian's installer writes it. none: no name at all."""
 
-_SECONDS = 10
 # Not `ip netns exec`: it mounts a new /sys, and Slurm's daemons do not start without what lies below the old one.
 _BECOME_HOST = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
@@ -72,15 +73,10 @@ class Host:
         command: Sequence[str | Path],
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in the host to its end; stdout and stderr apart."""
         process = self.popen(command, cwd, env, stderr=subprocess.PIPE)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        out, err = process.communicate()
         return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, err)
 
     def ip(self, *arguments: str) -> str:
@@ -115,7 +111,7 @@ class Host:
 
     def kill_all(self) -> None:
         """SIGKILL for every process of the host, until there is none."""
-        end = time.monotonic() + _SECONDS
+        deadline = Deadline(10)
         for process in self._started:
             process.kill()  # one that is still on its way into the namespace is not among its pids
         while pids := self.pids():
@@ -124,7 +120,7 @@ class Host:
                     os.kill(pid, signal.SIGKILL)
             for process in self._started:
                 process.poll()  # a zombie keeps its namespace
-            assert time.monotonic() < end, f"{self.name}: {pids} cannot be killed"
+            assert not deadline.passed, f"{self.name}: {pids} cannot be killed"
             time.sleep(0.01)
 
 
@@ -180,14 +176,14 @@ def _known_names(host: Host, all_hosts: list[Host], names: Names) -> str:
 def _end_all(host: Host) -> None:
     host.kill_all()
     for process in host._started:
-        process.wait(_SECONDS)
+        process.wait()
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
 
 
 def _delete_namespace(name: str) -> None:
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=_SECONDS, check=False)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @functools.cache
@@ -212,6 +208,6 @@ def why_no_hosts() -> str | None:
 
 
 def _system(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"`{' '.join(command)}`: {done.stderr.strip()}"
     return done.stdout

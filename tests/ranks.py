@@ -34,12 +34,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
+
+from tests.patience import Deadline, patient, slowness
 
 # Torch is imported only in functions that run in a rank: the process that holds the pool does not need it.
 
@@ -61,6 +63,7 @@ PRELOADED = [
 START_SECONDS = 90.0
 RESTORE_SECONDS = 15.0
 EXIT_SECONDS = 5.0
+LOOKS_EVERY = 1.0
 # How long other ranks may still report after one failed: enough to hear of the cause behind a consequence.
 SETTLE_AFTER_CAUSE = 0.2
 SETTLE_AFTER_CONSEQUENCE = 2.0
@@ -87,6 +90,12 @@ class Job:
     """Where the ranks of this job meet, for `torch.distributed.FileStore`. Does not exist yet."""
     folder: Path
     """Empty at the start, shared by the ranks of this job, removed after it."""
+    slowness: float
+    """Of the machine when the job began; for all ranks the same."""
+
+    def patient(self, seconds: float) -> float:
+        """What so many seconds of an idle machine are on this one."""
+        return seconds * self.slowness
 
     def init_process_group(self, timeout: float = 15) -> None:
         """A plain gloo process group of all ranks of the job."""
@@ -97,7 +106,7 @@ class Job:
             store=dist.FileStore(str(self.store_path), self.world_size),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=self.patient(timeout)),
         )
 
 
@@ -144,9 +153,10 @@ class RankPool:
         call = pickle.dumps((function, args, kwargs))
         workers = self._first_workers(ranks)
         with self._job_paths() as (store_path, folder):
+            job = Job(0, ranks, store_path, folder, slowness())
             try:
                 for worker in workers:
-                    worker.send((Job(worker.rank, ranks, store_path, folder), call))
+                    worker.send((replace(job, rank=worker.rank), call))
                 results = collect(workers, timeout)
                 # Only when all have returned: a closed process group looks like a crash to ranks at work.
                 for worker in workers:
@@ -244,7 +254,7 @@ class Worker:
     def has_ended(self) -> bool:
         """Whether an idle rank is gone: its pipe is closed before the fork server knows of its end."""
         if self.connection.poll():
-            self.process.join(EXIT_SECONDS)
+            self.process.join(patient(EXIT_SECONDS))
         return not self.process.is_alive()
 
     def report(self) -> Returned | Trouble:
@@ -254,7 +264,7 @@ class Worker:
                 answer = self.connection.recv()
                 assert isinstance(answer, Returned | Trouble)
                 return answer
-        self.process.join(EXIT_SECONDS)
+        self.process.join(patient(EXIT_SECONDS))
         return Trouble("RankDied", self.how_it_ended(), self.stack(), None, time.monotonic())
 
     def how_it_ended(self) -> str:
@@ -267,6 +277,9 @@ class Worker:
         """What faulthandler wrote, down to where the function under test was called."""
         lines = self.stack_file.read_text(errors="replace").splitlines()
         return "\n".join(itertools.takewhile(lambda line: f"in {serve_jobs.__name__}" not in line, lines))
+
+    def has_written_its_stack(self) -> bool:
+        return f"in {serve_jobs.__name__}" in self.stack_file.read_text(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -309,16 +322,19 @@ def start_worker(context: multiprocessing.context.ForkServerContext, rank: int, 
 
 
 def collect(workers: Sequence[Worker], timeout: float) -> list[bytes]:
-    """What each worker returned; raises RankFailed when one failed or is silent for `timeout` seconds."""
+    """What each worker returned; raises RankFailed when one failed or is silent for `timeout` seconds.
+
+    Those of an idle machine, as all seconds here.
+    """
     __tracebackhide__ = True
     returned: dict[int, bytes] = {}
     troubles: dict[int, Trouble] = {}
     silent = list(workers)
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     while silent:
         handles = [handle for worker in silent for handle in (worker.connection, worker.process.sentinel)]
-        ready = connection.wait(handles, max(0.0, deadline - time.monotonic()))
-        if not ready:
+        ready = connection.wait(handles, min(deadline.left, LOOKS_EVERY))
+        if not ready and deadline.passed:
             break
         for worker in [w for w in silent if w.connection in ready or w.process.sentinel in ready]:
             silent.remove(worker)
@@ -328,7 +344,7 @@ def collect(workers: Sequence[Worker], timeout: float) -> list[bytes]:
                 case Trouble() as trouble:
                     troubles[worker.rank] = trouble
                     settle = SETTLE_AFTER_CONSEQUENCE if trouble.is_consequence else SETTLE_AFTER_CAUSE
-                    deadline = min(deadline, time.monotonic() + settle)
+                    deadline = Deadline(min(deadline.left, settle))
     if not silent and not troubles:
         return [returned[worker.rank] for worker in workers]
     if all(trouble.is_consequence for trouble in troubles.values()):
@@ -344,10 +360,9 @@ def ask_for_stacks(workers: Sequence[Worker]) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, STACK_SIGNAL)
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline and not all(worker.stack_file.stat().st_size for worker in workers):
+    deadline = Deadline(1.0)
+    while not deadline.passed and not all(worker.has_written_its_stack() for worker in workers):
         time.sleep(0.02)
-    time.sleep(0.05)  # the first line is there; the rest follows at once
 
 
 def failure(troubles: dict[int, Trouble], returned: Sequence[int]) -> RankFailed:
@@ -376,9 +391,9 @@ def failure(troubles: dict[int, Trouble], returned: Sequence[int]) -> RankFailed
 
 
 def join_all(workers: Sequence[Worker], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.join(patient(deadline.left))
 
 
 def shorten(text: str, limit: int = 200) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.patience import patient
+
 
 def small_training(steps: int, saves_every: int, dropout: float = 0.0) -> str:
     """A script with the batch in eight micro-batches, so that any few ranks can share it out, unevenly too."""
@@ -22,7 +24,7 @@ def loss(model, x):
 def build():
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(32, 1))
 
-run = lockstep.init(timeout_minutes=0.2)
+run = lockstep.init(timeout_minutes={patient(12) / 60})
 run.keep_checkpoints(1000)
 engine = run.setup(build, loss, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
 for batch in run.loader(Samples(), global_batch=24, micro_batch=3, workers=0, steps={steps}):

@@ -26,7 +26,6 @@ def benchmark(folder: Path, *command: str) -> tuple[dict[str, Any], str]:
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=350,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.page import html
 from lockstep.page.panels import Page
+from tests.patience import patient
 
 FRONT = Path(html.__file__).parent / "front"
 AXE = FRONT / "node_modules/axe-core/axe.min.js"
@@ -70,6 +71,7 @@ def open_page(browser: Any, file_of: Callable[[Page], Path]) -> Iterator[OpenPag
         )
         contexts.append(context)
         tab = context.new_page()
+        tab.set_default_timeout(1000 * patient(30))
         if page is not None:
             url = file_of(page).as_uri()
 

@@ -18,6 +18,8 @@ import pytest
 from lockstep.events import without_non_finite
 from tests.browser.conftest import OpenPage
 from tests.browser.looking import drag, draw_all, panel
+from tests.cli.commands import events
+from tests.patience import patient, wait_for
 from tests.runs import BEGIN, Made, run_events, write_run
 
 pytestmark = pytest.mark.browser
@@ -35,7 +37,7 @@ def started(*arguments: str, stdout: int = subprocess.DEVNULL) -> Iterator[subpr
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate()
 
 
 @contextmanager
@@ -71,15 +73,8 @@ def last_step(tab: Any) -> int:
     return int(re.search(r"training: .*? at step ([\d,]+)", label).group(1).replace(",", ""))  # type: ignore[union-attr]
 
 
-def wait_for(what: Any, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, f"not after {seconds:g} s"
-        time.sleep(0.1)
-
-
 def check_that_it_ends(tab: Any, seconds: float) -> None:
-    tab.locator(".state", has_text="finished").wait_for(timeout=1000 * seconds)
+    tab.locator(".state", has_text="finished").wait_for(timeout=1000 * patient(seconds))
     tab.locator(".live", has_text="The run is over").wait_for()
     count = len(tab.asked)
     tab.wait_for_timeout(1000 * (BETWEEN_QUESTIONS + 0.5))
@@ -97,11 +92,11 @@ def test_a_board_shows_the_run_grow_without_loading_anew(open_page: OpenPage, tm
         loss = panel(tab, "Loss")
         picture = loss.locator("canvas").screenshot()
         feeder.feed(150)
-        wait_for(lambda: last_step(tab) == 150, 15)
+        wait_for(lambda: last_step(tab) == 150, "step 150")
         assert loss.locator("canvas").screenshot() != picture
         drag(tab, loss, 0.2, 0.6)
         feeder.feed()
-        check_that_it_ends(tab, 15)
+        check_that_it_ends(tab, 30)
         assert last_step(tab) == 200
         assert loss.get_by_role("button", name="Reset zoom").is_visible()
 
@@ -112,18 +107,18 @@ def test_a_board_follows_a_real_training_to_its_end(open_page: OpenPage, tmp_pat
     run = tmp_path / "digits"
     settings = ("--nproc", "1", "--device", "cpu", "--steps", "800")
     with started("train", "digits", "--run-dir", str(run), *settings) as training:
-        wait_for(lambda: (run / "events.jsonl").exists() and '"step"' in (run / "events.jsonl").read_text(), 60)
+        wait_for(lambda: events(run, "step"), "the first step")
         with board(run) as url:
             tab = open_page(url=url)
             assert tab.locator(".state").inner_text().strip() == "▶ running"
             before = last_step(tab)
             drag(tab, panel(tab, "Loss"), 0.1, 0.8)
-            wait_for(lambda: last_step(tab) > before, 30)
+            wait_for(lambda: last_step(tab) > before, "another step")
             assert training.poll() is None, "it grew while the training went on"
             check_that_it_ends(tab, 90)
             assert last_step(tab) > 790
             assert panel(tab, "Loss").get_by_role("button", name="Reset zoom").is_visible()
-        assert training.wait(30) == 0
+        assert training.wait() == 0
 
 
 def test_a_report_of_a_damaged_log_with_hostile_names_opens_executes_nothing_and_says_what_is_lost(
@@ -133,7 +128,7 @@ def test_a_report_of_a_damaged_log_with_hostile_names_opens_executes_nothing_and
     damaged = ['{"time": 1, "kind": "st\n', "\x00\x01 no JSON\n", '{"time": "now", "kind": "step", "step": "<b>"}\n']
     log = write_run(tmp_path / "run", made, damaged) / "events.jsonl"
     log.write_text(log.read_text(encoding="utf-8").replace('"node3"', json.dumps(HOSTILE)), encoding="utf-8")
-    subprocess.run([*LOCKSTEP, "report", str(tmp_path / "run")], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([*LOCKSTEP, "report", str(tmp_path / "run")], check=True, stdout=subprocess.DEVNULL)
     tab = open_page(url=(tmp_path / "run" / "report.html").as_uri())
     draw_all(tab)
     assert tab.evaluate("window.hacked") is None

@@ -11,6 +11,7 @@ from lockstep.page.html import data_text, page_html
 from tests.browser import example
 from tests.browser.conftest import OpenPage
 from tests.browser.looking import draw_all, ink_of, panel, with_panels
+from tests.patience import patient, wait_for
 
 pytestmark = pytest.mark.browser
 
@@ -76,9 +77,8 @@ def test_the_theme_follows_the_system_until_somebody_chooses(open_page: OpenPage
     loss = panel(tab, "Loss")
     assert ink_of(loss, "#6cb8f0") > 300
     tab.get_by_role("button", name="Dark").click()
-    tab.wait_for_timeout(50)
+    wait_for(lambda: ink_of(loss, "#0067a5") > 300, "the other theme")
     assert tab.evaluate(paper) == "rgb(244, 246, 248)"
-    assert ink_of(loss, "#0067a5") > 300
     tab.reload()
     assert tab.evaluate(paper) == "rgb(244, 246, 248)"
 
@@ -167,8 +167,8 @@ def test_five_megabytes_open_at_once(open_page: OpenPage) -> None:
     tab = open_page(page)
     tab.locator(".panel-lines canvas").first.wait_for()
     milliseconds = tab.evaluate("new Promise((done) => requestAnimationFrame(() => done(performance.now())))")
-    # Two seconds are promised on a machine of its own; this one may have others to serve.
-    assert milliseconds < 5000
+    # Two seconds are promised; this machine may be a slow one.
+    assert milliseconds < 1000 * patient(5)
 
 
 def test_nothing_in_the_file_points_outside() -> None:

@@ -10,6 +10,7 @@ from lockstep.page.panels import Curve, Heat, Layer, Lines, Share, Shares, Stack
 from tests.browser import example
 from tests.browser.conftest import OpenPage
 from tests.browser.looking import drag, ink_of, panel, with_panels
+from tests.patience import wait_for
 
 pytestmark = pytest.mark.browser
 
@@ -21,12 +22,10 @@ def test_a_name_in_the_legend_hides_its_curve_by_click_and_by_key(open_page: Ope
     before = ink_of(loss, "#0067a5")
     name.click()
     assert name.get_attribute("aria-pressed") == "false"
-    tab.wait_for_timeout(50)
-    assert ink_of(loss, "#0067a5") == 0
+    wait_for(lambda: ink_of(loss, "#0067a5") == 0, "no curve")
     name.press("Enter")
-    tab.wait_for_timeout(50)
     assert name.get_attribute("aria-pressed") == "true"
-    assert ink_of(loss, "#0067a5") == before
+    wait_for(lambda: ink_of(loss, "#0067a5") == before, "the curve")
 
 
 def test_a_hidden_part_of_a_stack_leaves_the_sum(open_page: OpenPage) -> None:
@@ -131,8 +130,7 @@ def test_keys_read_values_and_zoom(open_page: OpenPage) -> None:
     assert "step 1" in loss.locator(".legend-place").inner_text()
     chart.press("ArrowRight")
     assert "step 6" in loss.locator(".legend-place").inner_text()
-    tab.wait_for_timeout(250)
-    assert tab.locator("[aria-live=polite]").inner_text().startswith("step 6. train ")
+    wait_for(lambda: tab.locator("[aria-live=polite]").inner_text().startswith("step 6. train "), "what is said aloud")
     chart.press("+")
     assert loss.get_by_role("button", name="Reset zoom").is_visible()
     chart.press("0")
@@ -151,9 +149,8 @@ def test_the_axis_can_be_logarithmic(open_page: OpenPage) -> None:
     switch = loss.get_by_role("button", name="Log")
     picture = loss.locator("canvas").screenshot()
     switch.click()
-    tab.wait_for_timeout(50)
     assert switch.get_attribute("aria-pressed") == "true"
-    assert loss.locator("canvas").screenshot() != picture
+    wait_for(lambda: loss.locator("canvas").screenshot() != picture, "another picture")
     assert panel(tab, "Gradient norm").get_by_role("button", name="Log").get_attribute("aria-pressed") == "true"
 
 

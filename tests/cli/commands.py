@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,9 @@ import psutil
 import pytest
 
 from lockstep.cli import main
+from tests.signals import own_signals
 
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
-SECONDS = 100
 SMALL_LM = (
     "--set",
     "model.width=32",
@@ -54,20 +52,19 @@ def in_this_process(folder: Path, *args: str, **environment: str) -> Done:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as exit_,
+        own_signals(),
     ):
         main()
     assert isinstance(exit_.value.code, int | None)
     return Done(exit_.value.code or 0, out.getvalue(), err.getvalue())
 
 
-def lockstep(
-    folder: Path, *args: str, seconds: float = SECONDS, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def lockstep(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `lockstep ARGS` in a folder to its end."""
-    return run(folder, *LOCKSTEP, *args, seconds=seconds, **environment)
+    return run(folder, *LOCKSTEP, *args, **environment)
 
 
-def run(folder: Path, *command: str, seconds: float = SECONDS, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run any command in a folder to its end."""
     return subprocess.run(
         command,
@@ -75,7 +72,6 @@ def run(folder: Path, *command: str, seconds: float = SECONDS, **environment: st
         env=clean_environment() | environment,
         capture_output=True,
         text=True,
-        timeout=seconds,
         check=False,
     )
 
@@ -123,17 +119,9 @@ def free_port() -> int:
 def events(run_folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The events of a run so far."""
     path = run_folder / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
+    whole_lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = [json.loads(line) for line in whole_lines]
     return [event for event in found if kind is None or event["kind"] == kind]
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Poll until something is so."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
 
 
 def started_for(run_folder: Path) -> list[psutil.Process]:
@@ -141,21 +129,35 @@ def started_for(run_folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if "lockstep.launch.worker" in (process.info["cmdline"] or []):
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, KeyError):  # one that ends has no environment any more
                 here = Path(process.cwd()) / process.environ()["LOCKSTEP_RUN_DIR"]
                 found += [process] if here.resolve() == run_folder.resolve() else []
     return found
 
 
 def ranks_of(run_folder: Path) -> list[psutil.Process]:
-    """The ranks among them."""
-    return [process for process in started_for(run_folder) if process.name().startswith("lockstep-rank")]
+    """The ranks among them, without what these have started: a fork has the name of its parent until it is another."""
+    named = {}
+    for process in started_for(run_folder):
+        with suppress(psutil.Error):
+            if process.name().startswith("lockstep-rank"):
+                named[process.pid] = (process, process.ppid())
+    return [process for process, parent in named.values() if parent not in named]
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has said what it does with SIGTERM."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
     """Send a signal and wait for the end; returns exit code and output."""
     process.send_signal(number)
-    output, _ = process.communicate(timeout=SECONDS)
+    output, _ = process.communicate()
     return process.returncode, output
 
 

@@ -26,6 +26,11 @@ WRONG = [
     ("train digits --set global_batch=-4", "global_batch = -4 (from --set) is not valid"),
     ("train digits --set global_batch=many", "it has to be a whole number"),
     ("train digits --steps -3", "steps = -3"),
+    (f"train digits --set seed={'9' * 23}", "it has to be less than 18446744073709551616"),
+    ("submit --dry-run --name 'a\ntouch b' train digits", r"--name has control characters in it ('a\ntouch b')"),
+    ("submit --dry-run --partition 'a\nb' train digits", "--partition has control characters in it"),
+    ("submit --dry-run --sbatch 'a\rb' train digits", "--sbatch has control characters in it"),
+    ("submit --dry-run train digits --set name='a\nb'", "the command has control characters in it"),
     ("train digits --nproc 0", "nproc = 0"),
     ("train digits --profile soon", "write the steps as FIRST-LAST, such as 10-12"),
     ("train digits --profile 12-10", "ends before it begins: write 10-12"),
@@ -37,6 +42,7 @@ WRONG = [
     ("train digits --nproc 2 --profile 3 --profile-ranks 0,2", "names rank 2: the ranks of this run are 0 to 1"),
     ("train digits --set profile=true", "profile = True (from --set) is not valid: it has to be text"),
     ("run --profile x script.py", "profile is 'x'"),
+    ("run --set seed script.py", "cannot read --set 'seed': write --set key=value, as in --set seed=1"),
     ("run --steps 5 --profile 6 script.py", "the run has 5 steps"),
     ("run --nproc 2 --profile 3 --profile-ranks 2 script.py", "names rank 2"),
     ("submit --dry-run train digits --steps 5 --profile 6", "the run has 5 steps"),
@@ -132,3 +138,57 @@ def test_wrong_input_is_one_sentence_and_changes_nothing(command, sentence, fold
     assert said.err.count("\n") == 1, "one sentence"
     assert said.out == ""
     assert sorted(folder.rglob("*")) == before, "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("text", "behind", "names"),
+    [
+        ("", "--layout fsdp=2 7", "--layout stands behind script.py and is given to it; write it"),
+        ("", "--set=a --nproc 3", "--set and --nproc stand behind script.py and are given to it; write them"),
+        ("add_argument('--steps')", "--steps 3 --lr 1 layout", ""),
+    ],
+)
+def test_options_behind_a_script_are_said_to_be_the_scripts(text, behind, names, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["lockstep", *shlex.split(f"run --dry-run --nproc 2 script.py {behind}")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    expected = f"lockstep: {names} before the script to mean Lockstep's\n" if names else ""
+    assert capsys.readouterr().err == expected
+
+
+FLAT = "nests its values more than 50 deep: write them flatter"
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "sentence"),
+    [
+        pytest.param("", "a = " + "[" * 5000 + "]" * 5000, FLAT, id="arrays"),
+        pytest.param("", "a = " + "{b = " * 5000, FLAT, id="tables"),
+        pytest.param("", ".".join("a" * 5000) + " = 1", FLAT, id="keys"),
+        pytest.param("", f"seed = {'9' * 5000}", "is not TOML", id="digits"),
+        pytest.param(f"model.width={'[' * 5000}{']' * 5000}", "", FLAT, id="arrays of --set"),
+        pytest.param("model=" + '{"a":' * 5000 + "}" * 5000, "", "model = ", id="tables of --set"),
+        pytest.param(f"{'a.' * 5000}b=1", "", "write --set key=value", id="keys of --set"),
+        pytest.param(f"seed={'9' * 5000}", "", "it has to be a whole number", id="digits of --set"),
+    ],
+)
+def test_values_without_end_are_refused_in_one_sentence(
+    option: str,
+    config: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "deep.toml").write_text(config)
+    monkeypatch.setattr(
+        sys, "argv", ["lockstep", "train", str(tmp_path / "deep.toml"), *(["--set", option] if option else [])]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert len(said) < 500

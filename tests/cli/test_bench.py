@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.comm.measured import read_bench
-from tests.cli.commands import LOCKSTEP, SECONDS, clean_environment, free_port, in_this_process, interrupt, lockstep
+from tests.cli.commands import LOCKSTEP, clean_environment, free_port, in_this_process, interrupt, lockstep
 from tests.hosts import hosts
 
 SMALL = ("--sizes", "4kB:64kB", "--collectives", "all_reduce,broadcast")
@@ -131,7 +131,7 @@ def test_ctrl_c_on_the_head_ends_every_node_with_130(tmp_path: Path) -> None:
         assert line, f"it ended before the second row: {seen}"
         seen += line
     code, output = interrupt(first, signal.SIGINT)
-    rest = second.communicate(timeout=SECONDS)[0]
+    rest = second.communicate()[0]
     assert (code, second.returncode) == (130, 130), output + rest
     assert "has lost a rank of another node" in rest
     assert "Traceback" not in output + rest
@@ -147,7 +147,7 @@ def test_a_host_behind_a_slow_cable_is_named_and_the_exit_code_is_1_on_every_nod
             options = ["--collectives", "all-reduce", "--sizes", "1kB:16kB", "-o", f"{number}.json"]
             environment = clean_environment() | {"LOCKSTEP_CACHE": str(tmp_path)}
             processes.append(host.popen([*LOCKSTEP, "bench", *where, *options], tmp_path, environment))
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1], "\n".join(outputs)
     assert "every link of node host3 is slow" in outputs[0]
     assert "between nodes: median" in outputs[0]

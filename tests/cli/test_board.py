@@ -18,38 +18,38 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import LOCKSTEP, clean_environment, in_this_process, wait_for
+from tests.cli.commands import LOCKSTEP, clean_environment, in_this_process
+from tests.patience import wait_for
 from tests.runs import Made, run_events, write_run
 
 
 @contextmanager
 def board(folder: Path, *args: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """A board that runs, its address and the lines it has printed until then."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*LOCKSTEP, "board", *args],
         cwd=folder,
         env=clean_environment() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    try:
-        assert process.stdout is not None
-        lines = []
-        while line := process.stdout.readline():
-            lines.append(line)
-            if line.startswith("Ctrl-C"):
-                break
-        found = re.search(r"http://\S+", lines[0])
-        assert found is not None, lines
-        yield process, found[0], lines
-    finally:
-        process.kill()
-        process.communicate()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            while line := process.stdout.readline():
+                lines.append(line)
+                if line.startswith("Ctrl-C"):
+                    break
+            found = re.search(r"http://\S+", lines[0])
+            assert found is not None, lines
+            yield process, found[0], lines
+        finally:
+            process.kill()
 
 
 def data_of(url: str) -> Any:
-    with urllib.request.urlopen(f"{url}data.json", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}data.json") as answer:
         return json.load(answer)
 
 
@@ -76,10 +76,10 @@ def test_it_follows_a_run_from_before_its_start_to_its_end_and_ctrl_c_ends_it(tm
                 log.writelines(json.dumps({**event, "time": event["time"] - last + now}) + "\n" for event in part)
             wait_for(partial(_is, url, state), f"the board to say that the run is {state}")
         assert data_of(url)["live"] is False
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url) as answer:
             assert answer.read().startswith(b"<!doctype html>")
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=20)
+        rest, _ = process.communicate()
         assert process.returncode == 130
         assert "Traceback" not in rest
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "events.jsonl"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -194,6 +193,7 @@ def test_a_trace_stands_beside_the_formulas(tmp_path: Path, monkeypatch: pytest.
     assert json.loads(done.stdout)["trace"]["total"] == 16500
 
 
+@pytest.mark.limit(30)
 def test_no_torch_and_no_waiting_for_what_is_known_by_its_numbers(tmp_path: Path) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 256, "vocab_size": 512}))
@@ -207,10 +207,8 @@ for model in ("llama-3-8b", "config.json", "lm"):
     assert "lockstep train" in said.getvalue(), said.getvalue()
     assert "torch" not in sys.modules, model
 """
-    began = time.monotonic()
     done = run(tmp_path, sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

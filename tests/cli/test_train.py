@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.faults.failure import short_host
-from tests.cli.commands import events, in_this_process, interrupt, lockstep, ranks_of, start, started_for, wait_for
+from tests.cli.commands import events, in_this_process, interrupt, lockstep, ranks_of, start, started_for
+from tests.patience import wait_for
 
 HOST = short_host()
+STEPS = "400"
+"""Enough to be stopped on the way."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 NAN_SCRIPT = """
@@ -45,11 +48,11 @@ def losses(run_folder: Path) -> list[float]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `lockstep train digits` ran once on two processes."""
     folder = tmp_path_factory.mktemp("trained")
-    done = lockstep(folder, "train", "digits", "--steps", "40", "--json")
+    done = lockstep(folder, "train", "digits", "--steps", STEPS, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["run"] == "runs/digits"
-    assert result["step"] == 40
+    assert result["step"] == int(STEPS)
     assert "try next" not in done.stdout
     return folder
 
@@ -59,9 +62,9 @@ def test_a_run_leaves_one_folder_with_everything_in_it(trained):
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.toml", "events.jsonl", "checkpoints", "logs", "tb", "report.html", ".lock"}
     assert len(list((folder / "logs").glob("*.0.log"))) == len(list((folder / "logs").glob("*.1.log"))) == 1
-    assert (folder / "checkpoints" / "step-00000040" / "index.json").exists()
+    assert (folder / "checkpoints" / "step-00000400" / "index.json").exists()
     kinds = [event["kind"] for event in events(folder)]
-    assert kinds.count("step") == 40
+    assert kinds.count("step") == int(STEPS)
     assert kinds[-1] == "end"
     assert {"start", "baseline", "validation", "checkpoint"} <= set(kinds)
 
@@ -69,21 +72,23 @@ def test_a_run_leaves_one_folder_with_everything_in_it(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--layout", "fsdp=2"), ("--nproc", "1"), ("--layout", "dp=3", "--nproc", "3")])
 def test_another_layout_gives_the_same_numbers(trained, tmp_path, options):
-    done = lockstep(tmp_path, "train", "digits", "--steps", "40", *options)
+    done = lockstep(tmp_path, "train", "digits", "--steps", STEPS, *options)
     assert done.returncode == 0, done.stderr
     ours, theirs = losses(tmp_path / "runs" / "digits"), losses(trained / "runs" / "digits")
     assert ours[:10] == pytest.approx(theirs[:10], rel=1e-6)
-    assert ours == pytest.approx(theirs, rel=1e-3), "AdamW grows the last bit of a sum; tests/parity says how much"
+    assert ours[:40] == pytest.approx(theirs[:40], rel=1e-3), (
+        "AdamW grows the last bit of a sum; tests/parity says how much"
+    )
     assert "try next" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_same_command_gives_the_same_bits_and_the_next_number(trained):
-    done = lockstep(trained, "train", "digits", "--steps", "40")
+    done = lockstep(trained, "train", "digits", "--steps", STEPS)
     assert "new run runs/digits-2" in done.stdout
     assert losses(trained / "runs" / "digits-2") == losses(trained / "runs" / "digits")
     first, second = (
-        (trained / "runs" / name / "checkpoints" / "step-00000040" / "shard-00000.safetensors").read_bytes()
+        (trained / "runs" / name / "checkpoints" / "step-00000400" / "shard-00000.safetensors").read_bytes()
         for name in ("digits", "digits-2")
     )
     assert first == second
@@ -100,7 +105,7 @@ def test_dry_run_prints_every_value_with_its_source_and_writes_nothing(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-STOPPABLE = ("train", "digits", "--steps", "40", "--set", 'save_every="never"')
+STOPPABLE = ("train", "digits", "--steps", STEPS, "--set", 'save_every="never"')
 
 
 @dataclass
@@ -114,7 +119,7 @@ class Stopped:
 
 def stop(folder: Path, number: signal.Signals) -> Stopped:
     process = start(folder, *STOPPABLE)
-    wait_for(lambda: len(events(folder / "runs" / "digits", "step")) > 3, "the first steps")
+    wait_for(lambda: bool(events(folder / "runs" / "digits", "step")), "the first step")
     code, output = interrupt(process, number)
     if events(folder / "runs" / "digits", "end"):
         pytest.fail("the run was over before the signal came")
@@ -140,6 +145,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 
 
 def test_a_changed_config_does_not_continue_a_run(interrupted, tmp_path):
+    assert interrupted.code == 130, interrupted.output
     shutil.copytree(interrupted.folder / "runs", tmp_path / "runs")
     done = in_this_process(tmp_path, *STOPPABLE, "--set", "seed=1")
     assert done.returncode == 2
@@ -166,7 +172,7 @@ def test_a_killed_launcher_leaves_no_worker_behind(tmp_path):
     assert len(ranks_of(folder)) == 2
     process.kill()
     process.wait()
-    wait_for(lambda: not started_for(folder), "the workers to end", 10)
+    wait_for(lambda: not started_for(folder), "the workers to end")
 
 
 def test_a_nan_in_the_data_stops_at_that_step_naming_rank_and_samples(tmp_path):
@@ -202,7 +208,7 @@ def test_a_failing_rank_is_named_with_its_cause(tmp_path, body, verdict):
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_the_default_recipe_learns_more_than_a_bigram_model(tmp_path):
-    done = lockstep(tmp_path, "train", "--json", seconds=270)
+    done = lockstep(tmp_path, "train", "--json")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "lm"
     baseline = events(folder, "baseline")[0]

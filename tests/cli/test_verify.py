@@ -64,7 +64,7 @@ def test_a_recipe_is_proved_and_nothing_is_left_behind(folder: Path) -> None:
     assert (result["layout"], result["steps"], result["cause"], result["remarks"]) == ("fsdp=2", 2, None, [])
     assert result["verdict"].startswith("fsdp=2 gives the numbers of one process: 2 steps, 8 parameters")
     names = ["steps", "samples", "parameters", "tied weights", "losses", "gradient norm", "gradients", "values"]
-    assert [check["name"] for check in result["checks"]] == [*names, "replicas"]
+    assert [check["name"] for check in result["checks"]] == [*names, "replicas", "micro-batch"]
     assert all(check["ok"] for check in result["checks"])
     assert "MISMATCH" not in done.stderr
     assert "gradients" in done.stderr
@@ -111,12 +111,13 @@ def test_a_mismatch_is_exit_code_1_with_the_table_and_one_sentence(
     def record(at: Path, _config: Any, layout: Any, _worker: Any, settings: dict[str, Any]) -> Outcome:
         at.mkdir()
         run = Run(layout.world_size).train()
+        told = {key: settings[key] for key in ("micro_batch", "shaken") if key in settings}
         if layout.world_size > 1:
             scale_all(run)
             for line in run.lines[1]:
                 line["loss"] = math.inf
         run.write(at / "recording")
-        asked.append((str(layout), settings["micro_batch"], settings["layout"]))
+        asked.append((str(layout), told, settings["layout"]))
         return Outcome(0)
 
     monkeypatch.setattr(command, "launch_trial", record)
@@ -129,7 +130,7 @@ def test_a_mismatch_is_exit_code_1_with_the_table_and_one_sentence(
     assert wrong["losses"] == "Infinity"
     assert said.err.count("MISMATCH") == 2
     assert said.err.rstrip().endswith(result["verdict"])
-    assert asked == [("dp=2", {}, "dp=2"), ("single", {"train": 4}, "dp=2")]
+    assert asked == [("dp=2", {}, "dp=2"), ("single", {}, "dp=2"), ("single", {"micro_batch": {"train": 2}}, "dp=2")]
 
 
 WRONG = [

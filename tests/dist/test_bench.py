@@ -27,7 +27,7 @@ SIZES = (4000, 100_001)
 def join(job: Job, layout: str) -> Comm:
     place = Place(job.rank, job.world_size, job.rank, job.world_size, 0, 1, "store:1", "explicit")
     store = dist.FileStore(str(job.store_path), job.world_size)
-    return Comm(place, Layout.parse(layout), CPU, "gloo", datetime.timedelta(seconds=15), store)
+    return Comm(place, Layout.parse(layout), CPU, "gloo", datetime.timedelta(seconds=job.patient(15)), store)
 
 
 def all_sweeps(job: Job, layout: str) -> list[Row]:
@@ -107,7 +107,7 @@ def pairs_with_a_slow_rank(job: Job, slow: int | None) -> list[Any]:
     send = dist.send
 
     def late(message: torch.Tensor, other: int) -> None:
-        time.sleep(0.03 if message.nbytes > 8 else 0.0)
+        time.sleep(job.patient(0.03) if message.nbytes > 8 else 0.0)
         send(message, other)
 
     with mock.patch.object(dist, "send", late if job.rank == slow else send):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from lockstep.events import read_events
 from lockstep.layout import Layout
 from lockstep.scoring import Metric
 from tests.marks import others_slow
@@ -90,6 +91,70 @@ def test_metrics_over_any_number_of_samples_equal_those_of_one_process(
             assert found.sum == pytest.approx(metric.sum, rel=1e-12, abs=1e-12), (case, name)
     # By their text, because a mean over nothing is NaN, which equals nothing.
     assert all(repr(rank) == repr(everybody[0]) for rank in everybody)
+
+
+def recall_in_the_batch(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    """How many samples are closest to themselves among those who share their forward."""
+    z = model(batch["x"]).flatten(1)
+    return ((z @ z.T).argmax(1) == torch.arange(len(z))).sum(), len(z)
+
+
+def mean_length(_model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    """A mean of means."""
+    return (batch["y"] != IGNORED).double().mean(), 1
+
+
+class Calls:
+    """Counts, as a library's metrics do, where nobody else looks."""
+
+    def __init__(self) -> None:
+        self.state = {"batches": [torch.zeros(1)]}
+
+    def add(self) -> int:
+        self.state["batches"].append(torch.zeros(1))
+        return len(self.state["batches"]) - 1
+
+
+CALLS = Calls()
+
+
+def calls(_model: nn.Module, batch: Batch) -> tuple[int, int]:
+    return CALLS.add(), len(batch["x"])
+
+
+def evaluate_at_the_defaults(job: Job, layout: str) -> tuple[dict[str, Metric], dict[str, Metric], list[str]]:
+    """Scores that depend on who shares a forward, and one that does not; what the run says of it."""
+    with join(job, layout) as run:
+        engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
+        for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, steps=1, workers=0):
+            engine.step(batch)
+        coupled = run.evaluate(RaggedTexts(21), {"recall": recall_in_the_batch, "length": mean_length}, workers=0)
+        free = run.evaluate(RaggedTexts(21), {"accuracy": right_labels}, workers=0)
+        if layout == "single":
+            CALLS.state["batches"] = [torch.zeros(1)]
+            run.evaluate(RaggedTexts(GLOBAL_BATCH), {"calls": calls}, workers=0)
+            assert CALLS.add() == 2, "what would stay is not tried out"
+        run.close()
+    events = read_events(job.folder / "run" / "events.jsonl")
+    return coupled, free, [event["text"] for event in events if event["kind"] == "message"]
+
+
+def plain_scores() -> tuple[float, float]:
+    """Over groups of the global batch, as a plain loop with that batch size has them. Recall needs no trained model."""
+    data = RaggedTexts(21)
+    groups = [default_collate([data[i] for i in range(a, min(a + GLOBAL_BATCH, 21))]) for a in (0, 8, 16)]
+    lengths = [float(mean_length(nn.Identity(), group)[0]) for group in groups]
+    return sum(lengths) / len(groups), len(groups)
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2", "pp=2"])
+def test_scores_of_a_forward_see_the_global_batch_on_every_layout(ranks: RankPool, layout: str) -> None:
+    (one, one_free, _), *_ = ranks.run(evaluate_at_the_defaults, 1, "single")
+    for coupled, free, said in ranks.run(evaluate_at_the_defaults, Layout.parse(layout).world_size, layout):
+        assert (coupled["length"].value, coupled["length"].count) == pytest.approx(plain_scores(), rel=1e-6)
+        assert coupled["recall"] == one["recall"]
+        assert free["accuracy"] == one_free["accuracy"]
+        assert [text for text in said if "because its length" in text or "because its recall" in text]
 
 
 def test_worker_processes_change_nothing(ranks: RankPool, one_process: Results) -> None:

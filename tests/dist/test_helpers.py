@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from tests.parity.problems import (
     error_of,
     join,
     text_loss,
+    unfinished,
 )
 from tests.ranks import Job, RankFailed, RankPool
 
@@ -140,20 +143,20 @@ def test_reduce_gives_every_rank_the_sum_mean_minimum_and_maximum(ranks: RankPoo
 
 # ---- once
 
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 
 
 def prepare_slowly(job: Job, layout: str) -> tuple[Any, float, int]:
     """Rank 0 prepares for longer than any collective would wait; a collective works afterwards."""
-    calls = 0
+    calls, timeout = 0, job.patient(TIMEOUT)
 
     def prepare() -> dict[str, Any]:
         nonlocal calls
         calls += 1
-        time.sleep(TIMEOUT + 1.0)
+        time.sleep(timeout + 1.0)
         return {"path": "/data/tokens", "sizes": [1, 2.5, None], "ready": True}
 
-    with join(job, layout, timeout_minutes=TIMEOUT / 60) as run:
+    with unfinished(join(job, layout, timeout_minutes=timeout / 60)) as run:  # a report would take its time, too
         result = run.once("download", prepare)
         return result, run.reduce(1.0, "sum"), calls
 
@@ -167,10 +170,10 @@ def test_the_others_wait_for_a_slow_preparation_longer_than_for_a_collective(ran
 
 
 def wait_for_a_late_rank(job: Job) -> None:
-    """The control for the test above: the same delay in front of a collective is too long for it."""
-    with join(job, "dp=2", timeout_minutes=TIMEOUT / 60) as run:
+    """The control for the test above: a delay in front of a collective is too long for it."""
+    with join(job, "dp=2", timeout_minutes=job.patient(TIMEOUT) / 60) as run:
         if run.rank == 0:
-            time.sleep(TIMEOUT + 1.0)
+            time.sleep(100_000)
         run.reduce(1.0, "sum")
 
 
@@ -326,3 +329,22 @@ def test_saving_and_evaluating_need_a_model(ranks: RankPool) -> None:
         "run.save needs a model: call run.setup(...) before it",
         "run.evaluate needs a model: call run.setup(...) before it",
     ]
+
+
+# ---- Random numbers before a step
+
+
+def draw_after_init(job: Job) -> list[list[float]]:
+    """What each library draws after init: in a rank that has a state of its own, and where the script seeds numpy."""
+    random.seed()
+    np.random.seed(7)
+    torch.manual_seed(job.rank)
+    with join(job, "dp=2"):
+        return [[random.random()], np.random.rand(2).tolist(), torch.rand(2).tolist()]
+
+
+def test_after_init_every_rank_draws_the_same_and_what_the_script_seeded_stays(ranks: RankPool) -> None:
+    first, second = ranks.run(draw_after_init, 2)
+    assert first == second
+    np.random.seed(7)
+    assert first[1] == np.random.rand(2).tolist()

@@ -29,6 +29,7 @@ from tests.parity.problems import (
     Tensors,
     TinyGPT,
     adamw,
+    anew,
     error_of,
     fingerprint,
     join,
@@ -160,9 +161,9 @@ def build(job: Job, layout: str, names: list[str], large: bool = False) -> dict[
             model, options = MODELS[name]
             if large:
                 with sent_by_rank_0():
-                    engine = run.setup(model, text_loss, optimizer=adamw, **options)
+                    engine = anew(run).setup(model, text_loss, optimizer=adamw, **options)
             else:
-                engine = run.setup(model, text_loss, optimizer=adamw, **options)
+                engine = anew(run).setup(model, text_loss, optimizer=adamw, **options)
             assert not any(tensor.is_meta for tensor in [*engine.model.parameters(), *engine.model.buffers()])
             found[name] = {key: fingerprint({"": value}) for key, value in weights(engine).items()}
     return found
@@ -238,7 +239,7 @@ def buffers_on_rank(job: Job, layout: str, names: list[str]) -> dict[str, list[b
     with join(job, layout) as run, sent_by_rank_0():
         for name in names:
             model, options = MODELS[name]
-            engine = run.setup(model, text_loss, optimizer=adamw, **options)
+            engine = anew(run).setup(model, text_loss, optimizer=adamw, **options)
             found[name] = right_buffers(name, dict(engine.model.named_buffers()))
     return found
 
@@ -271,7 +272,7 @@ def ties(job: Job, layout: str, cases: list[tuple[str, bool]]) -> dict[tuple[str
         for name, large in cases:
             model, options = MODELS[name]
             with sent_by_rank_0() if large else nullcontext():
-                engine = run.setup(model, text_loss, optimizer=adamw, **options)
+                engine = anew(run).setup(model, text_loss, optimizer=adamw, **options)
             built: Any = engine.model
             tied = found[name, large] = [built.head.weight is built.embedding.weight]
             engine.step(next(iter(run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, workers=0))))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.event_schema import Event
 from lockstep.events import read_events
+from lockstep.runtime.telemetry import Telemetry
 from lockstep.toml import read_toml
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
@@ -37,17 +40,34 @@ def burn(seconds: float) -> None:
         pass
 
 
-def train(job: Job, layout: str) -> tuple[list[Event], dict[str, float]]:
+@dataclass
+class Told:
+    """What the clocks say when a rank measures itself: before the first step, and for every `machine` event."""
+
+    wall: float
+    """Since it did so before."""
+    cpu: float
+
+
+def listening(told: list[Told]) -> Any:
+    measure = Telemetry._measure
+
+    def measured(telemetry: Telemetry) -> dict[str, Any]:
+        told.append(Told(time.perf_counter() - telemetry._since, time.process_time()))
+        return measure(telemetry)
+
+    return mock.patch.object(Telemetry, "_measure", measured)
+
+
+def train(job: Job, layout: str) -> tuple[list[Event], list[Told]]:
     """Both ranks sleep before a step and in the optimizer; after it rank 0 burns CPU and rank 1 sleeps. And what the
     clocks say."""
-    measured = {}
-    with join(job, layout) as run:
+    telling: list[Told] = []
+    with listening(telling), join(job, layout) as run:
         engine = run.setup(
             TinyGPT, text_loss, optimizer=lambda named: SleepyAdamW([p for _, p in named], lr=1e-3), clip=1.0
         )
         for batch in run.loader(RaggedTexts(), 4 * job.world_size, micro_batch=4, steps=STEPS, workers=0):
-            if engine.steps_done == 7:  # what the first `ranks` tells is over
-                measured = {"wall": time.perf_counter(), "cpu": time.process_time()}
             time.sleep(EARLY)
             engine.step(batch)
             if job.rank == 0:
@@ -56,11 +76,7 @@ def train(job: Job, layout: str) -> tuple[list[Event], dict[str, float]]:
                 time.sleep(BURN / 2)
             if engine.steps_done == STEPS - 1:
                 run.reduce(1.0, "sum")  # rank 1 waits for rank 0: that is no work of its script
-                measured = {name: now() - measured[name] for name, now in CLOCKS.items()}
-    return list(read_events(run.folder.events)), measured
-
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+    return list(read_events(run.folder.events)), telling
 
 
 def of_kind(kind: str, events: list[Event]) -> list[Event]:
@@ -90,8 +106,9 @@ def test_what_ranks_do_is_told_where_it_was_done(ranks: RankPool) -> None:
     assert [gpu["ranks"] for gpu in host["gpus"]] == [[] for _ in host["gpus"]], "all of it is done on CPUs"
     used = event["ranks"]
     for rank in range(2):
-        measured = told[rank][1]
-        assert used["cores"][rank] == pytest.approx(measured["cpu"] / measured["wall"], rel=0.25, abs=0.05)
+        telling = told[rank][1]
+        cpu = telling[-1].cpu - telling[-2].cpu
+        assert used["cores"][rank] == pytest.approx(cpu / telling[-1].wall, rel=0.2, abs=0.05)
     assert used["cores"][0] > used["cores"][1], "sleeping keeps no core busy"
     assert sum(used["cores"]) <= host["cores"] * 1.05
     assert used["workers"] == [0, 0]
@@ -105,23 +122,22 @@ class Burning(RaggedTexts):
         return super().__getitem__(index)
 
 
-def read_in_workers(job: Job) -> tuple[list[Event], float]:
-    with join(job, "single", run_dir=job.folder / "run") as run:
+def read_in_workers(job: Job) -> tuple[list[Event], float, list[Told]]:
+    telling: list[Told] = []
+    with listening(telling), join(job, "single", run_dir=job.folder / "run") as run:
         engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
         own = 0.0
         for batch in run.loader(Burning(), 4, micro_batch=4, steps=10, workers=1):
             own = own or time.process_time()
             engine.step(batch)
         own = time.process_time() - own
-    return list(read_events(run.folder.events)), own
+    return list(read_events(run.folder.events)), own, telling
 
 
 def test_data_workers_keep_cores_busy_too_and_a_script_tells_its_settings(ranks: RankPool) -> None:
-    ((events, own),) = ranks.run(read_in_workers, 1)
+    ((events, own, (_, *telling)),) = ranks.run(read_in_workers, 1)
     machines = of_kind("machine", events)
-    began = of_kind("start", events)[0]["time"]
-    seconds = [b["time"] - a for a, b in zip([began, machines[0]["time"]], machines, strict=False)]
-    used = sum(event["ranks"]["cores"][0] * took for event, took in zip(machines, seconds, strict=True))
+    used = sum(event["ranks"]["cores"][0] * one.wall for event, one in zip(machines, telling, strict=True))
     assert used > own + 5 * 4 * 0.02, "the worker burns 0.08 s a step, and may be four steps ahead"
     assert machines[-1]["ranks"]["workers"] == [1]
     (settings,) = of_kind("settings", events)

@@ -125,7 +125,7 @@ def test_torchrun_on_two_hosts(reference, tmp_path, meeting):
                 options += [f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr={host.address}"]
             env = clean_environment() | {"OMP_NUM_THREADS": "1"}
             processes.append(host.popen([*torchrun, *options, script.name], tmp_path, env))
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert_trained_alike(tmp_path, reference, "dp=4")
 
@@ -160,5 +160,5 @@ def train_by_hand(made: list[Host], head: str, folder: Path) -> list[tuple[int, 
         env |= {"MASTER_ADDR": head, "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
         assert not any("IFNAME" in name for name in env)
         processes.append(made[node].popen([sys.executable, script.name], folder, env))
-    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    outputs = [process.communicate()[0] for process in processes]
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]

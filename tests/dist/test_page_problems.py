@@ -32,7 +32,7 @@ def advice_on(folder: Path) -> list[Advice]:
 def train_with_a_slow_rank(job: Job, slow: str, rank: int) -> list[Advice]:
     late = {"compute": 0.0, "input": 0.0}
     if job.rank == rank:
-        late[slow] = LATE
+        late[slow] = job.patient(LATE)
     with join(job, f"dp={job.world_size}") as run:
         engine = run.setup(lambda: SlowBackward(late["compute"]), text_loss, optimizer=adamw)
         batches = run.loader(SlowTexts(late["input"]), 4 * job.world_size, micro_batch=4, steps=STEPS, workers=0)

@@ -37,6 +37,7 @@ from tests.parity.problems import (
     Tensors,
     TinyGPT,
     adamw,
+    anew,
     disagreeing_gradients,
     error_of,
     fingerprint,
@@ -286,7 +287,7 @@ def set_up(run: Run, where: Where, training: Training) -> Engine:
         options |= training.only_layouts
     if training.cuts:
         pipeline["cuts"] = [training.cuts[1]] if where.schedule == "1f1b" else list(training.cuts)
-    return run.setup(
+    return anew(run).setup(
         training.build,
         training.loss,
         optimizer=training.optimizer,
@@ -630,7 +631,7 @@ def places(job: Job, layout: str, pipelines: list[dict[str, Any]], build: Callab
     found = []
     with join(job, layout) as run:
         for pipeline in pipelines:
-            engine = run.setup(build, text_loss, optimizer=adamw, pipeline=pipeline)
+            engine = anew(run).setup(build, text_loss, optimizer=adamw, pipeline=pipeline)
             run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=MICRO_BATCH, steps=1, workers=0)
             found.append({name for name, _ in engine.stored})
     return found
@@ -770,7 +771,7 @@ def make_mistakes(job: Job) -> dict[str, Exception | None]:
     with join(job, "pp=2") as run:
 
         def start(mistake: Mistake) -> None:
-            run.setup(gpt, text_loss, optimizer=adamw, pipeline=mistake.pipeline)
+            anew(run).setup(gpt, text_loss, optimizer=adamw, pipeline=mistake.pipeline)
             run.loader(RaggedTexts(), **{"global_batch": GLOBAL_BATCH, "steps": 1, "workers": 0, **mistake.loader})
 
         return {name: error_of(partial(start, mistake)) for name, mistake in MISTAKES.items()}

@@ -97,17 +97,23 @@ def test_a_deep_copy_keeps_its_own_weights(tmp_path: Path) -> None:
         assert not torch.equal(engine.model(x), before)
 
 
+def test_a_second_setup_is_refused(tmp_path: Path) -> None:
+    with begin(tmp_path / "run") as run:
+        run.setup(perceptron, squared, optimizer=adamw)
+        with pytest.raises(UserError, match=r"run.setup was called a second time, .* put the networks into one"):
+            run.setup(perceptron, squared, optimizer=adamw)
+
+
 class Branches(nn.Module):
-    """Its second half gets its first gradient in the third forward."""
+    """Its second half gets its first gradient when the script opens it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.calls = 0
+        self.is_open = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        out: torch.Tensor = self.first(x) + (self.second(x) if self.calls > 2 else 0)
+        out: torch.Tensor = self.first(x) + (self.second(x) if self.is_open else 0)
         return out
 
 
@@ -119,6 +125,7 @@ def test_a_parameter_may_get_its_first_gradient_late(tmp_path: Path, momentum: f
         )
         for batch in run.loader(Pairs(), 8, micro_batch=8, steps=4, workers=0):
             engine.step(batch)
+            engine.model.is_open = engine.steps_done >= 2  # type: ignore[assignment]
         assert engine.model.get_parameter("second.weight").grad is not None
 
 

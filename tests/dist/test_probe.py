@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import clean_environment
+from tests.patience import patient
 
 # In a process of its own, as the commands that use it are: ranks are forks, and this one has threads.
 SCRIPT = """
@@ -21,7 +23,7 @@ from lockstep.launch import probe
 from lockstep.layout import Layout
 
 def joined(seat):
-    return seat.join(Layout(dp=seat.place.world_size), torch.device("cpu"), "gloo", 6.0)
+    return seat.join(Layout(dp=seat.place.world_size), torch.device("cpu"), "gloo", PATIENT(6))
 
 def answer(seat):
     comm = joined(seat)
@@ -55,7 +57,7 @@ def all_of(answers):
     first = probe.first_trouble(answers)
     return [[a.rank, a.trouble] for a in answers], first and [first.rank, first.trouble, first.log]
 
-probe.SECONDS_AFTER_A_FAILURE = 1.0
+probe.SECONDS_AFTER_A_FAILURE = PATIENT(1)
 heard = []
 results = {"answers": [a.value for a in probe.run_ranks(answer, 3, hear=lambda rank, text: heard.append([rank, text]))]}
 results["heard"] = sorted(heard)
@@ -78,8 +80,9 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("probe")
+    script = re.sub(r"PATIENT\((.)\)", lambda found: str(patient(float(found[1]))), SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=folder, env=clean_environment(), timeout=100
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=folder, env=clean_environment()
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "what ranks print is kept for those in trouble"

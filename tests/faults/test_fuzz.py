@@ -37,6 +37,7 @@ from tests.parity.problems import (
     unfinished,
     weights,
 )
+from tests.patience import patient
 from tests.ranks import Job, RankPool
 
 LAST_STEP = 8
@@ -93,7 +94,10 @@ def resume(job: Job, layout: str, run_dir: Path, trains_on: bool) -> Outcome:
     """Continue a run; with `trains_on` do its last steps as well, and save from where it was newest."""
     outcome = Outcome()
     try:
-        with limited(SECONDS_PER_CASE), unfinished(join(job, layout, run_dir, meeting=run_dir.name)) as run:
+        with (
+            limited(job.patient(SECONDS_PER_CASE)),
+            unfinished(join(job, layout, run_dir, meeting=run_dir.name)) as run,
+        ):
             engine = run.setup(lambda: TinyGPT(dropout=0.2), text_loss, optimizer=adamw)
             outcome.step = engine.steps_done
             outcome.weights = fingerprint(weights(engine))
@@ -124,7 +128,7 @@ def look(run_dir: Path, outcome: Outcome) -> None:
     """`lockstep ckpt ls` and `verify`."""
     for command, as_json in ((ls_command, False), (ls_command, True), (verify_command, False), (verify_command, True)):
         try:
-            with limited(SECONDS_PER_CASE), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            with limited(patient(SECONDS_PER_CASE)), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 outcome.called_whole = command(run_dir, as_json) == 0
         except UserError:
             outcome.called_whole = False

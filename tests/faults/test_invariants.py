@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.checkpoint.format import steps_on_disk
 from lockstep.data.loader import StepBatch
 from lockstep.engine import Engine
-from lockstep.errors import InvariantError
+from lockstep.errors import InvariantError, SpikeError, UserError
 from lockstep.faults.invariants import digests_of
 from lockstep.parallel.dtensors import local_part
 from lockstep.parallel.replicate import _Bucket
@@ -122,9 +123,8 @@ def replace_a_parameter(engine: Engine, rank: int) -> None:  # noqa: ARG001
     engine.model.get_submodule("blocks.0.mlp.0").weight = nn.Parameter(torch.zeros(32, 16))
 
 
-def add_a_parameter(engine: Engine, rank: int) -> None:
-    if engine.rank == rank:
-        engine.model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+def add_a_parameter(engine: Engine, rank: int) -> None:  # noqa: ARG001
+    engine.model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
 
 
 def untie(engine: Engine, rank: int) -> None:  # noqa: ARG001
@@ -138,7 +138,7 @@ def train_into(job: Job, layout: str, planted: list[tuple[str, int]]) -> list[tu
     kept = _Bucket.start_sum, _Bucket.wait
     for number, (what, rank) in enumerate(planted):
         run = join(job, layout, meeting=f"m{number}")
-        with suppress(InvariantError), run:
+        with suppress(InvariantError, UserError), run:
             engine = run.setup(TinyGPT, text_loss, optimizer=adamw, recover={"check_every": 2})
             for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=4, workers=0):
                 if engine.steps_done == 1:
@@ -154,15 +154,10 @@ def train_into(job: Job, layout: str, planted: list[tuple[str, int]]) -> list[tu
 
 def test_each_violation_is_found_at_the_next_check_by_every_rank_and_names_rank_and_parameter(ranks: RankPool) -> None:
     another = "rank 1 holds another"
-    untrained = "which is neither trained nor stored, as seen after step 2 on rank 0: build"
     planted = {
         "change_a_weight": f"{another} value of blocks.1.mlp.0.weight than rank 0 after step 2: something changed it",
         "change_a_gradient": f"{another} gradient of blocks.0.attention.out.bias than rank 0 after step 2: gradients",
         "exchange_nothing": f"{another} gradient of embedding.weight than rank 0 after step 2: gradients were not",
-        "replace_a_parameter": f"the parameter blocks.0.mlp.0.weight was replaced by another one, {untrained}",
-        "add_a_parameter": "the parameter extra was added to the model, and is neither trained nor stored, as seen "
-        "after step 2 on rank 1: build",
-        "untie": f"the parameter head.weight was untied from embedding.weight, {untrained}",
     }
     everybody = ranks.run(train_into, 2, "dp=2", [(what, 1) for what in planted])
     assert everybody[0] == everybody[1]
@@ -170,6 +165,19 @@ def test_each_violation_is_found_at_the_next_check_by_every_rank_and_names_rank_
         assert told is not None, what
         assert told.startswith(f"InvariantError: {expected}"), told
         assert steps_done in (1, 2)
+
+
+def test_a_model_that_is_no_more_what_run_setup_made_is_refused_before_the_next_step(ranks: RankPool) -> None:
+    planted = {
+        "replace_a_parameter": "blocks.0.mlp.0.weight was replaced, added or removed after run.setup",
+        "add_a_parameter": "extra was replaced, added or removed after run.setup",
+        "untie": "head.weight was replaced, added or removed after run.setup",
+    }
+    for rank in ranks.run(train_into, 2, "dp=2", [(what, 1) for what in planted]):
+        for (told, steps_done), expected in zip(rank, planted.values(), strict=True):
+            assert told is not None
+            assert told.startswith(f"UserError: {expected}"), told
+            assert steps_done == 1
 
 
 def test_the_odd_one_of_several_replicas_of_a_shard_is_named(ranks: RankPool) -> None:
@@ -190,9 +198,59 @@ def test_a_replaced_parameter_is_found_on_one_process_too(tmp_path: Path) -> Non
                 untie(engine, 0)
                 engine.step(batch)
 
-    with pytest.raises(InvariantError, match=r"head.weight was untied from embedding.weight, .* as seen after step 1:"):
+    with pytest.raises(UserError, match=r"^head.weight was replaced, added or removed after run.setup, "):
         train()
     assert not (tmp_path / "run" / "checkpoints" / "step-00000001").exists(), "what is stored is not what was trained"
+
+
+# ---- Nothing mixed is saved
+
+
+def change_the_optimizer(engine: Engine, rank: int) -> None:
+    if engine.rank == rank:
+        _, parameter = engine.stored[0]
+        engine.optimizer.state[parameter]["exp_avg"].add_(1.0)
+
+
+def fail_together(engine: Engine, rank: int) -> None:
+    change_a_weight(engine, rank)
+    raise SpikeError("planted")
+
+
+def save_mixed(job: Job) -> list[tuple[str, list[int]]]:
+    """Each way to a checkpoint after ranks were made to differ: what was raised, and which checkpoints are on disk."""
+    found = []
+    for number, (plant, saves) in enumerate(
+        [(change_a_weight, True), (change_the_optimizer, True), (fail_together, False), (change_a_weight, False)]
+    ):
+        folder = job.folder / f"mixed{number}"
+
+        def train(number: int = number, plant: Any = plant, saves: bool = saves, folder: Path = folder) -> None:
+            with join(job, "dp=2", meeting=f"m{number}", run_dir=folder) as run:
+                engine = run.setup(TinyGPT, text_loss, optimizer=adamw)
+                for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=2, workers=0):
+                    engine.step(batch)
+                    if engine.steps_done == 2:
+                        plant(engine, 1)
+                    if saves:
+                        run.save(wait=True)
+
+        error = error_of(train)
+        found.append((f"{type(error).__name__}: {error}", steps_on_disk(folder)))
+    return found
+
+
+def test_ranks_that_differ_are_never_mixed_into_a_checkpoint(ranks: RankPool) -> None:
+    everybody = ranks.run(save_mixed, 2)
+    assert everybody[0] == everybody[1]
+    saved, optimizer, emergency, end = everybody[0]
+    weight = "InvariantError: rank 1 holds another value of blocks.1.mlp.0.weight than rank 0 after step 2"
+    assert saved[0].startswith(weight)
+    assert saved[1] == [1]
+    assert "another value of the optimizer's exp_avg of embedding.weight than rank 0" in optimizer[0]
+    assert optimizer[1] == [1]
+    assert emergency == ("SpikeError: planted", []), "no emergency checkpoint either"
+    assert end[0].startswith(weight), "also where the run ends without a save"
 
 
 # ---- The digest

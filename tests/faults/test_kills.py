@@ -37,6 +37,7 @@ from tests.parity.problems import (
     unfinished,
     weights,
 )
+from tests.patience import Deadline
 from tests.ranks import RankPool, die_with_parent
 
 WIDTH = 64
@@ -201,10 +202,10 @@ def end(processes: Sequence[ForkServerProcess]) -> None:
 
 def wait_until(is_so: Callable[[], bool], life: Life, processes: Sequence[ForkServerProcess]) -> None:
     """Wait for something that a life does, and fail with what its ranks complained of where one fails before it."""
-    deadline = time.monotonic() + LONGEST_START
+    deadline = Deadline(LONGEST_START)
     while not is_so():
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-        if failed or time.monotonic() > deadline:
+        if failed or deadline.passed:
             said = "\n".join(f"rank {rank}: {life.complaints(rank).read_text()}" for rank in range(len(processes)))
             pytest.fail(f"life {life.number} of {life.layout}: ranks {failed} failed by themselves\n{said}")
         time.sleep(0.001)

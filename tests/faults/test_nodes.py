@@ -15,8 +15,9 @@ import torch
 from lockstep.checkpoint.files import reading
 from lockstep.checkpoint.format import open_or_refuse, step_folder
 from lockstep.checkpoint.load import read_whole
-from tests.cli.commands import LOCKSTEP, clean_environment, events, wait_for
+from tests.cli.commands import LOCKSTEP, clean_environment, events
 from tests.hosts import Host, hosts
+from tests.patience import wait_for
 from tests.small_training import small_training
 
 STEPS = 40
@@ -58,7 +59,7 @@ class Nodes:
 
     def end(self, numbers: Sequence[int]) -> list[int]:
         """The exit codes of some launchers."""
-        return [self.launchers[number].wait(150) for number in numbers]
+        return [self.launchers[number].wait() for number in numbers]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights after the last step."""
@@ -77,7 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights that one process, undisturbed, ends with."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, "train.py", "0"], cwd=folder, env=clean_environment(), check=True, timeout=100)
+    subprocess.run([sys.executable, "train.py", "0"], cwd=folder, env=clean_environment(), check=True)
     made = Nodes(folder, [], "1", 0)
     return made.weights()
 
@@ -137,7 +138,7 @@ def test_a_node_that_is_cut_off_ends_and_the_head_goes_on_without_it(tmp_path, a
         nodes.wait_for_step(12)
         two[1].cut()
         assert nodes.end([0, 1]) == [0, 1], nodes.output(0)
-        wait_for(lambda: two[1].pids() == [], "the end of all processes of the node", 20)
+        wait_for(lambda: two[1].pids() == [], "the end of all processes of the node")
     assert "on host2 does not answer" in nodes.events("failure")[0]["text"]
     assert "has not reached the head" in nodes.output(1)
     assert [start["world_size"] for start in nodes.events("start")] == [2, 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import pytest
 
 from lockstep.launch import LAUNCH
 from lockstep.launch.nursery import Nursery
-from tests.cli.commands import clean_environment, wait_for
+from tests.cli.commands import clean_environment
+from tests.patience import wait_for
 
 SCRIPT = """
 import pathlib, sys
@@ -32,7 +32,7 @@ if task == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if task == "sleep":
     pathlib.Path("asleep").touch()
-    time.sleep(600)
+    time.sleep(100_000)
 """
 SETS_THREADS = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\n"
 
@@ -65,13 +65,13 @@ def test_a_worker_has_torch_already_and_its_own_variables(
     environment = told("look")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GONE", "not asked for")
-    assert begin().start(environment).wait(60) == 0
+    assert begin().start(environment).wait() == 0
     assert (tmp_path / "known").read_text() == "True"
     assert (tmp_path / "seen").read_text() == "1 None True"
 
 
 def test_a_script_that_sets_variables_does_so_before_torch_is_imported(begin: Start, tmp_path: Path) -> None:
-    assert begin(SETS_THREADS + SCRIPT).start(told("look")).wait(60) == 0
+    assert begin(SETS_THREADS + SCRIPT).start(told("look")).wait() == 0
     assert (tmp_path / "known").read_text() == "False"
     assert (tmp_path / "seen").read_text().split()[0] == "2"
 
@@ -79,13 +79,13 @@ def test_a_script_that_sets_variables_does_so_before_torch_is_imported(begin: St
 def test_workers_end_with_their_own_codes_as_often_as_they_are_started(begin: Start, tmp_path: Path) -> None:
     nursery = begin(SETS_THREADS + SCRIPT)
     for task, code in (("exit", 3), ("kill", -signal.SIGKILL), ("exit", 3), ("nothing", 0)):
-        assert nursery.start(told(task)).wait(60) == code
+        assert nursery.start(told(task)).wait() == code
     sleeper, other = nursery.start(told("sleep")), nursery.start(told("exit"))
-    assert other.wait(60) == 3
+    assert other.wait() == 3
     assert sleeper.poll() is None
     wait_for((tmp_path / "asleep").exists, "the worker")
     os.killpg(sleeper.pid, signal.SIGKILL)
-    assert sleeper.wait(60) == -signal.SIGKILL
+    assert sleeper.wait() == -signal.SIGKILL
 
 
 def test_workers_end_with_the_process_they_come_from_and_the_next_come_from_a_new_one(
@@ -96,9 +96,9 @@ def test_workers_end_with_the_process_they_come_from_and_the_next_come_from_a_ne
     wait_for((tmp_path / "asleep").exists, "the worker")
     process = psutil.Process(sleeper.pid)
     process.parent().kill()  # type: ignore[union-attr]
-    assert sleeper.wait(60) == -signal.SIGKILL
-    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the end of the worker", 10)
-    assert nursery.start(told("exit")).wait(60) == 3
+    assert sleeper.wait() == -signal.SIGKILL
+    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "the end of the worker")
+    assert nursery.start(told("exit")).wait() == 3
 
 
 def test_what_a_scheduler_sends_to_any_process_reaches_the_launcher(begin: Start, tmp_path: Path) -> None:
@@ -108,9 +108,7 @@ def test_what_a_scheduler_sends_to_any_process_reaches_the_launcher(begin: Start
         sleeper = begin(SETS_THREADS + SCRIPT).start(told("sleep"))
         wait_for((tmp_path / "asleep").exists, "the worker")
         psutil.Process(sleeper.pid).parent().send_signal(signal.SIGUSR1)  # type: ignore[union-attr]
-        end = time.monotonic() + 10
-        while not received and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for(lambda: bool(received), "the signal")
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert received == [signal.SIGUSR1]

@@ -19,6 +19,7 @@ from lockstep.checkpoint.files import verify_checkpoint
 from lockstep.checkpoint.format import step_folder, steps_on_disk
 from tests.cli.commands import clean_environment, events, ranks_of, started_for
 from tests.faults.test_nodes import weights_of
+from tests.patience import wait_for
 
 STEPS_FOR_A_KILL = 8
 
@@ -72,20 +73,15 @@ def test_random_kills_of_ranks_and_launchers_change_no_bit(count: int, tmp_path:
     for folder in (undisturbed, killed):
         folder.mkdir()
         (folder / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)))
-    assert start(undisturbed).wait(200) == 0
+    assert start(undisturbed).wait() == 0
     chance = random.Random(7)
     run_folder = killed / "runs" / "train"
     launcher = start(killed)
     kills = 0
-    end = time.monotonic() + 1500
     attempts: set[int] = set()
     while launcher.poll() in (None, -signal.SIGKILL):
-        assert time.monotonic() < end, f"{kills} kills, {steps_on_disk(run_folder)[-1:]}"
         if launcher.poll() is not None:
-            gone = time.monotonic() + 20
-            while started_for(run_folder) and time.monotonic() < gone:
-                time.sleep(0.05)
-            assert started_for(run_folder) == [], "ranks outlived their launcher"
+            wait_for(lambda: not started_for(run_folder), "the end of the ranks of a killed launcher")
             launcher = start(killed)
         last = events(run_folder, "step")[-1:] if (run_folder / "events.jsonl").exists() else []
         is_new = bool(last) and last[0]["attempt"] not in attempts

@@ -62,7 +62,7 @@ def test_a_run_that_fills_the_memory_goes_on_with_half_the_micro_batch(tmp_path:
     assert [event["micro_batch"] for event in events(folder, "failure")] == [8, 4]
     assert [(event["micro_batch"], event["global_batch"]) for event in events(folder, "start")][-1] == (4, 32)
     text = events(folder, "failure")[0]["text"]
-    assert "the GPU has no memory left in forward and backward of step 1" in text
+    assert "the GPU has no memory left in the trial of step 1" in text
     assert "micro_batch = 8 (--on-oom shrink does it by itself)" in text
 
 

@@ -34,6 +34,7 @@ from tests.parity.problems import (
     Tensors,
     TinyGPT,
     adamw,
+    anew,
     disagreeing_gradients,
     fingerprint,
     join,
@@ -76,7 +77,7 @@ def train(job: Job, layout: str, level: str) -> dict[str, Record]:
         for name, column in COLUMNS.items():
             options = {key: value for key, value in column.items() if key != "dropout"}
             build = partial(TinyGPT, True, column.get("dropout", 0.2))
-            engine = run.setup(build, text_loss, optimizer=adamw, shard={"level": level}, **options)
+            engine = anew(run).setup(build, text_loss, optimizer=adamw, shard={"level": level}, **options)
             seen = records[name] = Record([], [], [], {}, "")
             batches = run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=MICRO_BATCH, steps=STEPS, workers=0)
             for batch in batches:

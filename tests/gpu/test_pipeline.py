@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.config import Schedule
-from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, join, text_loss
+from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, anew, join, text_loss
 from tests.ranks import Job, RankPool
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def train(job: Job, layout: str, schedules: list[str], dropout: float, **where: 
     found = []
     with join(job, layout, **where) as run:
         for schedule in schedules:
-            engine = run.setup(
+            engine = anew(run).setup(
                 partial(TinyGPT, True, dropout), text_loss, optimizer=adamw, clip=0.5, pipeline={"schedule": schedule}
             )
             loader = run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=1, steps=4, workers=0)

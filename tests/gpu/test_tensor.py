@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.problems import adamw, error_of, join, text_loss
+from tests.parity.problems import adamw, anew, error_of, join, text_loss
 from tests.parity.test_tensor import GLOBAL_BATCH, GPT, Texts
 from tests.ranks import Job, RankPool
 
@@ -19,7 +19,7 @@ def train(job: Job, layout: str, trainings: list[dict[str, Any]], **where: Any) 
     found = []
     with join(job, layout, **where) as run:
         for options in trainings:
-            engine = run.setup(GPT, text_loss, optimizer=adamw, clip=0.5, **options)
+            engine = anew(run).setup(GPT, text_loss, optimizer=adamw, clip=0.5, **options)
             numbers = []
             for batch in run.loader(Texts(), GLOBAL_BATCH, micro_batch=2, steps=4, workers=0):
                 out = engine.step(batch)

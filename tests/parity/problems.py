@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import lockstep
 from lockstep.data.order import sample_ids
+from lockstep.data.progress import Progress
 from lockstep.engine import Engine
 from lockstep.run import Run
 from tests.ranks import Job
@@ -229,6 +230,13 @@ def join(job: Job, layout: str, run_dir: Path | None = None, meeting: str = "", 
         run_dir=run_dir or job.folder / f"run{meeting}",
         **{"seed": SEED, "device": "cpu", **options},
     )
+
+
+def anew(run: Run) -> Run:
+    """The same run without the training it had, for another `setup`, which scripts may not call twice."""
+    run.engine = None
+    run._progress = Progress({})
+    return run
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lockstep.config import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.parallel.compile import allow_variants, check_compile, compiled_calls
-from tests.parity.problems import Batch, adamw, join
+from tests.parity.problems import Batch, adamw, anew, join
 from tests.ranks import Job, RankPool
 
 STEPS = 4
@@ -95,7 +95,7 @@ def train(
         for compile_, recompute, dropout in cells:
             torch.compiler.reset()
             try:
-                engine = run.setup(
+                engine = anew(run).setup(
                     partial(Stack, dropout, norm),
                     loss,
                     optimizer=adamw,
@@ -202,7 +202,7 @@ def train_in_parts(job: Job, cache: Path) -> dict[str, list[float]]:
         for name, stop in (("whole", STEPS), ("parts", 2), ("parts", STEPS)):
             torch.compiler.reset()
             run = join(job, "single", job.folder / name)
-            engine = run.setup(Funnel, loss, optimizer=adamw, compile="blocks")
+            engine = anew(run).setup(Funnel, loss, optimizer=adamw, compile="blocks")
             for batch in run.loader(Points(), 6, steps=STEPS, workers=0):
                 losses[name].append(engine.step(batch).loss)
                 run.evaluate(Points())

@@ -37,6 +37,7 @@ from tests.parity.problems import (
     Tensors,
     TinyGPT,
     adamw,
+    anew,
     disagreeing_gradients,
     fingerprint,
     gradients,
@@ -180,7 +181,7 @@ def train(job: Job, layout: str, micro_batch: int, columns: list[Column]) -> lis
     with join(job, layout) as run:
         records = []
         for column in columns:
-            engine = run.setup(
+            engine = anew(run).setup(
                 partial(build, column),
                 text_loss,
                 optimizer=partial(optimizer, column),

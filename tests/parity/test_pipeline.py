@@ -18,7 +18,7 @@ import pytest
 from lockstep.config import Format, Schedule
 from lockstep.layout import Layout
 from lockstep.run import Run
-from tests.parity.problems import RaggedTexts, TinyGPT, adamw, text_loss
+from tests.parity.problems import RaggedTexts, TinyGPT, adamw, anew, text_loss
 from tests.parity.records import (
     Record,
     Table,
@@ -126,7 +126,7 @@ each_cell = pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), ma
 
 
 def train_one(run: Run, cell: Cell) -> Record:
-    engine = run.setup(
+    engine = anew(run).setup(
         partial(TinyGPT, depth=cell.depth),
         text_loss,
         optimizer=partial(adamw, foreach=True),

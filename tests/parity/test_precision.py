@@ -29,6 +29,7 @@ from tests.parity.problems import (
     Tensors,
     TinyGPT,
     adamw,
+    anew,
     error_of,
     fingerprint,
     gradients,
@@ -58,7 +59,7 @@ def train(job: Job, layout: str, settings: dict[str, dict[str, Any]], steps: int
     records = {}
     with join(job, layout) as run:
         for name, options in settings.items():
-            engine = run.setup(partial(TinyGPT, True, 0.2), text_loss, optimizer=adamw, clip=0.5, **options)
+            engine = anew(run).setup(partial(TinyGPT, True, 0.2), text_loss, optimizer=adamw, clip=0.5, **options)
             seen = records[name] = Record([], [], [], [], [], {})
             for batch in run.loader(RaggedTexts(), GLOBAL_BATCH, micro_batch=2, steps=steps, workers=0):
                 out = engine.step(batch)

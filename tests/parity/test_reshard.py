@@ -30,8 +30,11 @@ LAYOUTS = ["single", "dp=4", "fsdp=4", "dp=2,fsdp=2", "tp=2", "cp=2", "pp=2", "f
 QUICK = ["single", "dp=2,fsdp=2", "cp=2", "pp=2,tp=2"]
 STEPS, SAVED = 6, 4
 LOSS = 1e-6
-WEIGHTS = 3e-5
-"""Allowed differences: of a loss, and of a weight relative to how far the training moved it."""
+WEIGHTS = 6e-5
+"""Allowed differences: of a loss, and of a weight relative to how far the training moved it.
+
+Adam makes 3.5e-5 of cp's rounding in a training that nobody has stopped.
+"""
 
 
 @dataclass

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from lockstep.config import Format, Schedule
@@ -36,6 +36,7 @@ from tests.parity.problems import (
     SEED,
     Batch,
     adamw,
+    anew,
     fingerprint,
     join,
     sgd,
@@ -147,7 +148,7 @@ class Block(nn.Module):
         self.p = dropout
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        # Not one module called twice: CommDebugMode cannot follow that.
+        # Not one module called twice, so that every call has a name.
         x = x + F.dropout(self.attention(self.norm1(x), cos, sin), self.p, self.training)
         return x + F.dropout(self.mlp(self.norm2(x)), self.p, self.training)
 
@@ -332,7 +333,7 @@ each_cell = each(CELLS)
 
 
 def train_one(run: Run, cell: Cell) -> Record:
-    engine = run.setup(
+    engine = anew(run).setup(
         partial(GPT, cell.depth, cell.dropout, cell.fused, cell.frozen),
         text_loss,
         optimizer=OPTIMIZERS[cell.optimizer],
@@ -438,23 +439,35 @@ def count_collectives(job: Job, layout: str, sequence: str) -> dict[int, tuple[C
     found = {}
     with join(job, layout) as run:
         for depth in (2, 3):
-            # CommDebugMode hands every matrix a copy of what it takes in: only one can gather it here.
             model = partial(GPT, depth, fused=sequence == "on")
-            engine = run.setup(model, text_loss, optimizer=adamw, tensor={"sequence": sequence})
+            engine = anew(run).setup(model, text_loss, optimizer=adamw, tensor={"sequence": sequence})
             batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
-            with CommDebugMode() as forward:  # type: ignore[no-untyped-call]
+            with Collectives() as forward:
                 loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
-            with CommDebugMode() as backward:  # type: ignore[no-untyped-call]
+            with Collectives() as backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             found[depth] = by_kind(forward), by_kind(backward)
     return found
 
 
-def by_kind(seen: CommDebugMode) -> Counter[str]:
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is sent, by the names torch has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+def by_kind(seen: Collectives) -> Counter[str]:
     """Torch has several names for each kind of collective."""
     kinds: Counter[str] = Counter()
-    for operation, times in seen.get_comm_counts().items():
-        name = str(operation).rpartition(".")[2].replace("_", "")
+    for operation, times in seen.counts.items():
+        name = operation.replace("_", "")
         known = re.match("allreduce|allgather|reducescatter", name)
         kinds[known[0] if known else name] += times
     return kinds
@@ -488,7 +501,7 @@ def train_compiled(job: Job, layout: str, compiled: list[str], cache: Path) -> l
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         for how in compiled:
             torch.compiler.reset()
-            engine = run.setup(GPT, text_loss, optimizer=adamw, clip=CLIP, compile=how)  # type: ignore[arg-type]
+            engine = anew(run).setup(GPT, text_loss, optimizer=adamw, clip=CLIP, compile=how)  # type: ignore[arg-type]
             loader = run.loader(Texts(), GLOBAL_BATCH, micro_batch=2, steps=4, workers=0)
             found.append([number for out in map(engine.step, loader) for number in (out.loss, out.grad_norm.item())])
     return found

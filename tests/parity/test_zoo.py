@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.run import Run
-from tests.parity.problems import Tensors, adamw, disagreeing_gradients, gradients, join
+from tests.parity.problems import Tensors, adamw, anew, disagreeing_gradients, gradients, join
 from tests.parity.zoo import ENTRIES, ZOO, Entry
 from tests.ranks import Job, RankFailed, RankPool
 
@@ -56,7 +56,7 @@ def train(job: Job, layout: str, names: list[str]) -> list[Record | UserError]:
 def train_one(run: Run, entry: Entry) -> Record | UserError:
     seen = Record([], [], [], {})
     try:
-        engine = run.setup(entry.build, entry.loss, optimizer=adamw, clip=1.0)
+        engine = anew(run).setup(entry.build, entry.loss, optimizer=adamw, clip=1.0)
         for batch in run.loader(entry.dataset, GLOBAL_BATCH, micro_batch=MICRO_BATCH, steps=STEPS, workers=0):
             out = engine.step(batch)
             seen.losses.append(out.loss)
@@ -235,7 +235,9 @@ def test_what_the_zoo_says_of_a_model_is_true(trainings: Trainings, plain: dict[
     assert (found.random, found.statistics) == (expect.random, expect.statistics)
     assert found.frozen == {name for name in found.parameters if name.startswith(expect.frozen)}
     unused = {name for name in found.parameters if name.startswith(expect.unused)}
-    assert trainings.reference(entry).gradients.keys() == found.parameters - found.frozen - unused
+    derived, trained = trainings.reference(entry).gradients.keys(), found.parameters - found.frozen - unused
+    assert derived <= trained
+    assert derived == trained or expect.random, "only draws leave a layer out"
 
 
 def test_names_in_the_zoo_are_unique() -> None:

@@ -2067,6 +2067,7 @@ def t5_loss(model, batch):
 CALLED_TWICE = "is called"
 MODEL_CALLED_TWICE = "calls the model"
 READS_A_VALUE = "reads a value"
+ANOTHER_PATH = "took another path"
 WRITES_A_VALUE = "writes a value of the model"
 DRAWS_ALONE = "draws random numbers"
 TOO_SMALL = "at most"
@@ -2080,7 +2081,7 @@ def refused_by_pipelines(fragment: str, **known: Any) -> Expectation:
     return Expectation(refused={"pp": fragment}, **known)
 
 
-# Ranks that skip different blocks at the same time gather each other's weights, or wait for ever.
+# Ranks that skip different blocks by their data end in a refusal or a verdict on a hang: tests of faults have those.
 APART = {"fsdp": "ranks call different blocks"}
 
 
@@ -2136,7 +2137,7 @@ ENTRIES = [
     Entry("autoencoder", AutoEncoder, reconstruction_loss, DIGITS),
     Entry("vae", VAE, vae_loss, DIGITS, Expectation(random=True, refused={"pp=4": DRAWS_ALONE})),
     Entry("unet-mlp", UNetMLP, denoising_loss, VECTORS, DROPOUT),
-    Entry("two-tower", TwoTower, tower_loss, clicks(), Expectation(refused={"fsdp": "a single number"})),
+    Entry("two-tower", TwoTower, tower_loss, clicks(), Expectation()),
     Entry("dlrm", DLRM, dlrm_loss, clicks()),
     # Between the blocks
     Entry("stack", Stack, vector_loss, VECTORS),
@@ -2170,13 +2171,7 @@ ENTRIES = [
     Entry("item", ItemStack, vector_loss, VECTORS, refused_by_pipelines(READS_A_VALUE)),
     Entry("branch", BranchStack, vector_loss, VECTORS, refused_by_pipelines(READS_A_VALUE)),
     Entry("early-exit", EarlyExitStack, vector_loss, VECTORS, refused_by_pipelines(READS_A_VALUE, broken=APART)),
-    Entry(
-        "layer-drop",
-        LayerDropStack,
-        vector_loss,
-        VECTORS,
-        refused_by_pipelines(READS_A_VALUE, random=True, broken=APART),
-    ),
+    Entry("layer-drop", LayerDropStack, vector_loss, VECTORS, refused_by_pipelines(ANOTHER_PATH, random=True)),
     # Hugging Face
     Entry("hf-gpt2", hf_gpt2, own_padded_loss, PADDED, DROPOUT, needs="transformers"),
     Entry("hf-llama", hf_llama, padded_loss, PADDED, needs="transformers"),

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cli.commands import clean_environment, wait_for
+from tests.cli.commands import clean_environment
 from tests.hosts import Host, hosts, why_no_hosts
+from tests.patience import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scontrol")
 CPUS = 4
@@ -47,10 +48,10 @@ class Cluster:
         return clean_environment() | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def run(
-        self, *command: str | Path, cwd: Path | None = None, timeout: float = 100, **environment: str
+        self, *command: str | Path, cwd: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node to its end."""
-        return self.login.run(command, cwd, self.environment | environment, timeout)
+        return self.login.run(command, cwd, self.environment | environment)
 
     def popen(self, *command: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a command on the login node and go on."""
@@ -82,12 +83,12 @@ class Cluster:
 
     def fail(self, name: str) -> None:
         """Make Slurm believe at once that a node is down: its jobs end with NODE_FAIL or are requeued."""
-        done = self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test", timeout=20)
+        done = self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
         assert done.returncode == 0, done.stderr
 
     def resume(self, name: str) -> None:
         """Let Slurm use a node again that it took for down; it may have found out by itself."""
-        self.run("scontrol", "update", f"nodename={name}", "state=resume", timeout=20)
+        self.run("scontrol", "update", f"nodename={name}", "state=resume")
         wait_for(lambda: self.node_state(name) == "IDLE", f"{name} to be idle", _START_SECONDS)
 
     def log(self, daemon: str) -> str:
@@ -95,7 +96,7 @@ class Cluster:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(f"{daemon}*.log")))
 
     def _show(self, kind: str, name: str) -> dict[str, str]:
-        done = self.run("scontrol", "--oneliner", "show", kind, name, timeout=20)
+        done = self.run("scontrol", "--oneliner", "show", kind, name)
         assert done.returncode == 0, done.stderr
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
@@ -124,7 +125,7 @@ def cluster(count: int) -> Iterator[Cluster]:
 
 def _wait_for_nodes(made: Cluster) -> None:
     def all_idle() -> bool:
-        states = made.run("sinfo", "--noheader", "--Node", "--format=%N %t", timeout=20)
+        states = made.run("sinfo", "--noheader", "--Node", "--format=%N %t")
         return set(states.stdout.splitlines()) == {f"{name} idle" for name in made.nodes}
 
     try:

@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import torch
 
-from tests.cli.commands import LOCKSTEP, events, wait_for
+from tests.cli.commands import LOCKSTEP, events
 from tests.faults.test_nodes import weights_of
+from tests.patience import wait_for
 from tests.slurm.cluster import Cluster
 from tests.small_training import small_training
 

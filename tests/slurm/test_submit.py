@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.commands import LOCKSTEP, events, run, wait_for
+from tests.cli.commands import LOCKSTEP, events, run
 from tests.faults.test_nodes import weights_of
+from tests.patience import wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.faults import FAULTS, STEPS, SUBMIT, SlurmFault, plant, submit, write_files
 
@@ -93,7 +94,7 @@ def test_a_job_is_followed_through_a_requeue_to_its_end(slurm: Cluster, tmp_path
     wait_for(lambda: len(events(run_folder, "step")) > 5, "the first steps", 100)
     job = events(run_folder, "job")[-1]["id"]
     slurm.run("scancel", "--signal=USR1", f"{job}.0")
-    output, _ = shown.communicate(timeout=150)
+    output, _ = shown.communicate()
     assert shown.returncode == 0, output
     for words in (
         "pending",

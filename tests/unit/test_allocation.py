@@ -125,10 +125,15 @@ def test_the_head_leaves_its_port_for_the_others_of_its_start_and_no_others(tmp_
 # ---- Who may write into a run
 
 
-def test_a_requeued_job_takes_its_run_from_a_start_that_was_cut_off(tmp_path: Path, as_in) -> None:
+def test_a_requeued_job_takes_its_run_from_a_start_that_was_cut_off(
+    tmp_path: Path, as_in, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_in(JOB)
     with hold(tmp_path) as first:
         assert is_held(tmp_path, first)
+        with pytest.raises(UserError, match="a second time"):
+            hold(tmp_path)
+        monkeypatch.setattr("socket.gethostname", lambda: "another-node")
         with pytest.raises(UserError, match="is being written by another process"):
             hold(tmp_path)
         as_in(JOB | {"SLURM_RESTART_COUNT": "1"})
@@ -136,6 +141,7 @@ def test_a_requeued_job_takes_its_run_from_a_start_that_was_cut_off(tmp_path: Pa
             assert is_held(tmp_path, second)
             assert not is_held(tmp_path, first), "the first start may not write any more"
             as_in(JOB | {"SLURM_JOB_ID": "4712", "SLURM_RESTART_COUNT": "5"})
+            monkeypatch.setattr("socket.gethostname", lambda: "a-third-node")
             with pytest.raises(UserError, match="is being written by another process"):
                 hold(tmp_path)
 

@@ -71,7 +71,6 @@ def test_what_is_not_known_has_no_line():
     assert closing_rows(bare) == [
         ("run", "lm, failed"),
         ("steps", "0 in 0 s"),
-        ("cost", "0 process-seconds"),
     ]
 
 

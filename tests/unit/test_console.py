@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from rich.console import Console as Terminal
 
 from lockstep.event_schema import Event, validate
 from lockstep.sinks.console import Console
+from tests.patience import wait_for
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -37,12 +37,9 @@ def lines(screen: Terminal) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", plain) if line]
 
 
-def wait_for(screen: Terminal, pattern: str, times: int = 1) -> None:
+def wait_for_text(screen: Terminal, pattern: str, times: int = 1) -> None:
     """Wait until the live line has shown `times` different texts that match."""
-    deadline = time.monotonic() + 10
-    while len({found for line in lines(screen) for found in re.findall(pattern, line)}) < times:
-        assert time.monotonic() < deadline, f"{pattern} was not shown:\n" + "\n".join(lines(screen))
-        time.sleep(0.02)
+    wait_for(lambda: len({text for line in lines(screen) for text in re.findall(pattern, line)}) >= times, pattern)
 
 
 def event(kind: str, *, time: float = 0.0, attempt: int = 1, **fields: Any) -> Event:
@@ -313,7 +310,7 @@ def test_the_status_spins_until_the_first_step():
     screen = terminal()
     console = Console(screen)
     console.handle(event("status", text="building the model"))
-    wait_for(screen, r"\S building the model", times=3)
+    wait_for_text(screen, r"\S building the model", times=3)
     console.close()
 
 
@@ -338,7 +335,7 @@ def test_the_bar_says_what_it_waits_for():
     console = Console(screen)
     for one in (start(), step(80), event("status", text="saving step 80")):
         console.handle(one)
-    wait_for(screen, r"step  80/300 .* saving step 80")
+    wait_for_text(screen, r"step  80/300 .* saving step 80")
     console.handle(checkpoint(80))
     console.close()
     assert "loss 2.500" in lines(screen)[-1]

@@ -286,14 +286,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_line_in_the_middle_is_named(path: Path, damage: bytes):
+def test_a_damaged_line_in_the_middle_costs_nothing_but_itself(path: Path, damage: bytes):
     write_statuses(path, "one", "two", "three")
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], damage, lines[2], b""]))
-    events = read_events(path)
-    assert next(events)["text"] == "one"
-    with pytest.raises(UserError, match=r"line 2 of .*events\.jsonl is not an event"):
-        next(events)
+    assert texts(path) == ["one", "three"]
+    assert [event["text"] for event in follow_events(path, lambda: True)] == ["one", "three"]
 
 
 def test_a_missing_log_is_said_in_one_sentence(path: Path):
@@ -351,9 +349,9 @@ def test_following_gives_each_event_once_while_it_is_written(path: Path):
 
     def wait_for(count: int) -> None:
         with new:
-            assert new.wait_for(lambda: len(seen) >= count, timeout=10)
+            new.wait_for(lambda: len(seen) >= count)
 
-    follower = threading.Thread(target=follow)
+    follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     write_statuses(path, "one", "two")
     wait_for(2)
@@ -363,17 +361,9 @@ def test_following_gives_each_event_once_while_it_is_written(path: Path):
     wait_for(3)
     write_statuses(path, "four", attempt=3)
     done.set()
-    follower.join(timeout=10)
+    follower.join()
     assert seen == ["one", "two", "three", "four"]
 
 
 def test_following_a_log_that_never_came_ends(path: Path):
     assert list(follow_events(path, lambda: True)) == []
-
-
-def test_following_names_a_damaged_line(path: Path):
-    write_statuses(path, "one")
-    with path.open("ab") as file:
-        file.write(b"broken\n")
-    with pytest.raises(UserError, match="line 2 "):
-        list(follow_events(path, lambda: True))

@@ -178,6 +178,12 @@ def test_a_node_without_a_way_out_is_told_how_to_work_offline() -> None:
     assert (finding.level, "HF_HUB_OFFLINE=1" in finding.fix) == ("note", True)
 
 
+def test_a_default_route_is_not_called_the_internet() -> None:
+    found = judge_nodes([node()], Plan([1], "cpu", None))
+    (finding,) = [one for one in found if one.check == "internet"]
+    assert (finding.level, "was not tried" in finding.evidence) == ("ok", True)
+
+
 def call(caller: int, called: int, **changes: Any) -> Call:
     plain = {
         "address": f"10.0.0.{called}",

@@ -312,9 +312,7 @@ def test_a_loss_that_talks_to_other_ranks_is_refused_rather_than_waited_for(tmp_
 
 def test_a_trace_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "LONGEST_SECONDS", 0.2)
-    began = time.monotonic()
-    assert "takes longer than 0.2 s" in event_of(nn.Linear(1, 1), lambda *_: time.sleep(60))[1]
-    assert time.monotonic() - began < 10
+    assert "takes longer than 0.2 s" in event_of(nn.Linear(1, 1), lambda *_: time.sleep(100_000))[1]
 
 
 def test_a_process_that_dies_while_it_traces_is_the_reason() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Config, Layer, parse_assignments, resolve, to_toml
+from lockstep.checkpoint.format import step_folder
+from lockstep.config import Config, LaunchConfig, Layer, parse_assignments, resolve, to_toml
 from lockstep.errors import UserError
 from lockstep.folder import (
     RunFolder,
@@ -20,8 +21,10 @@ from lockstep.folder import (
     choose_folder,
     create_folder,
     name_after,
+    with_script,
     write_config,
 )
+from lockstep.toml import read_toml
 
 CONFIG = resolve([]).config
 
@@ -187,16 +190,11 @@ def make_unreadable_events(path: Path) -> None:
     (path / "events.jsonl").mkdir()
 
 
-def make_damaged_events(path: Path) -> None:
-    (unfinished(path) / "events.jsonl").write_text('{"time": 0, "kind": "start", "attempt": 1}\nnonsense\n')
-
-
 REFUSED = {
     "a foreign folder": (make_foreign, "{path} is not a run folder (it has no config.toml): give another name"),
     "a file in the way": (make_file, "{path} is a file: a run needs a folder: give another name"),
     "an unreadable config": (make_unreadable_config, "cannot read the run folder {path}: input/output error"),
     "an unreadable log": (make_unreadable_events, "cannot read the run folder {path}: is a directory"),
-    "a damaged log": (make_damaged_events, "line 2 of {path}/events.jsonl is not an event: the file was damaged"),
 }
 
 
@@ -211,6 +209,17 @@ def test_what_is_no_readable_run_folder_is_refused_and_left_as_it_was(tmp_path: 
     assert str(refusal.value).startswith(sentence.format(path=tmp_path / "lm"))
     assert "\n" not in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_damaged_lines_of_a_log_are_passed_over_and_said(tmp_path: Path) -> None:
+    path = unfinished(tmp_path / "lm", attempt=3)
+    with (path / "events.jsonl").open("ab") as file:
+        file.write(b'nonsense\n\x00\xff\n{"time": 0, "kind": "step", "attempt": 3, "step": "many"}\n')
+    folder = choose_folder("lm", runs=tmp_path)
+    assert folder == RunFolder(path, attempt=4, lost=2)
+    assert folder.announce() == (
+        f"continuing the unfinished run {path}; 2 lines are damaged in its events.jsonl, and passed over"
+    )
 
 
 def test_a_foreign_folder_among_the_numbered_ones_is_refused(tmp_path: Path) -> None:
@@ -388,7 +397,34 @@ def test_going_on_with_another_recipe_is_refused(tmp_path: Path) -> None:
 def test_a_script_does_not_go_on_with_a_run_of_something_else(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 2)
     (tmp_path / "config.toml").write_text('recipe = "digits"\n')
+    check_same_script(folder, Path("digits.py"))  # there is nothing to go on from
+    step_folder(tmp_path, 5).mkdir(parents=True)
     with pytest.raises(UserError, match=r"is an unfinished run of lockstep train digits, not of digits\.py"):
+        check_same_script(folder, Path("digits.py"))
+    (tmp_path / "config.toml").write_text("seed = 0\n")
+    with pytest.raises(UserError, match=r"is an unfinished run of another script, not of digits\.py"):
         check_same_script(folder, Path("digits.py"))
     (tmp_path / "config.toml").write_text('script = "examples/digits.py"\n')
     check_same_script(folder, Path("./digits.py"))
+
+
+@pytest.mark.parametrize("config", ['recipe = "digits"\n', "seed = 0\n"], ids=["a Trainer", "a version before"])
+def test_a_run_whose_config_does_not_name_its_script_is_known_by_the_code_that_saved_it(
+    tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_folder(tmp_path, 5).mkdir(parents=True)
+    (tmp_path / "config.toml").write_text(config)
+    monkeypatch.setattr("lockstep.checkpoint.code.saved_code", lambda _: (5, {"digits.py": "0123"}))
+    check_same_script(RunFolder(tmp_path, 2), Path("there/digits.py"))
+    with pytest.raises(UserError, match="is an unfinished run of"):
+        check_same_script(RunFolder(tmp_path, 2), Path("other.py"))
+
+
+def test_a_plain_start_keeps_its_script_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "slow.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--lr", "\udcff"])
+    assert with_script(LaunchConfig()) == LaunchConfig(), "there is no such script"
+    script.touch()
+    create_folder(RunFolder(tmp_path / "run", 1), with_script(LaunchConfig(seed=3)))
+    stored = read_toml(tmp_path / "run" / "config.toml")
+    assert (stored["script"], stored["args"], stored["seed"]) == (str(script), ["--lr", "?"], 3)

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from lockstep.faults.hangs import AFTER_THE_LOOP, FOR_EVERY_RANK, Report, Verdict, explain, ranks
+import pytest
+import torch.distributed as dist
+
+from lockstep.faults.hangs import (
+    AFTER_THE_LOOP,
+    FOR_EVERY_RANK,
+    Report,
+    Verdict,
+    explain,
+    mismatched,
+    parted_ways,
+    ranks,
+)
+from lockstep.faults.watchdog import Watchdog
+from lockstep.runtime.beat import Beat
 
 LEAD = "no progress for 6 s: "
 STEP = ("engine.step", "train.py:20 in <module>")
@@ -13,10 +30,19 @@ SAVE = ("run.save", "train.py:25 in <module>")
 CLOSED = ("run.close", "train.py:40 in <module>")
 
 
-def waiting(rank: int, place: tuple[str, str], shapes: list[list[int]] | None = None) -> Report:
+def waiting(rank: int, place: tuple[str, str], shapes: list[str] | None = None) -> Report:
     call, where = place
     return Report(
-        rank, f"node{rank // 4}", 100 + rank, "summing gradients", 25, True, False, call, where, shapes or [[4]]
+        rank,
+        f"node{rank // 4}",
+        100 + rank,
+        "summing gradients",
+        25,
+        True,
+        False,
+        call,
+        where,
+        ["float32 [4]"] if shapes is None else shapes,
     )
 
 
@@ -86,23 +112,79 @@ def test_the_one_rank_that_does_not_save_is_the_odd_one() -> None:
 
 @COUNTS
 def test_different_shapes_are_told_with_their_ranks(count: int) -> None:
-    reports = [waiting(rank, REDUCE, [[7] if rank == 1 else [3]]) for rank in range(count)]
+    reports = [waiting(rank, REDUCE, [f"float32 [{7 if rank == 1 else 3}]"]) for rank in range(count)]
     verdict = explain(reports, LEAD)
     assert (verdict.cause, verdict.where) == ("different shapes", REDUCE[1])
-    told(verdict, "rank 1 gave [7]", "gave [3]", "pad or gather sizes first")
+    told(verdict, "rank 1 gave float32 [7]", "gave float32 [3]", "pad or gather sizes first")
     if count > 2:
         assert verdict.rank == 1
 
 
-def test_shapes_that_a_backend_found_not_to_go_together_need_no_shapes_in_the_reports() -> None:
-    verdict = explain(all_but({}, 4, REDUCE), LEAD, mismatch=True)
+def test_of_all_that_a_collective_was_given_what_differs_is_told() -> None:
+    given = [["float32 [3]"], ["float32 [3]", "float32 [4]"], ["float32 [3]"]]
+    verdict = explain([waiting(rank, REDUCE, shapes) for rank, shapes in enumerate(given)], LEAD)
+    assert (verdict.cause, verdict.rank) == ("different shapes", 1)
+    told(verdict, "ranks 0, 2 gave float32 [3], rank 1 gave float32 [3] and float32 [4]")
+
+
+def aborted(rank: int, place: tuple[str, str]) -> Report:
+    """A rank whose backend has ended it, because of what others gave; what itself gave is not known."""
+    return waiting(rank, place, [])
+
+
+def test_a_size_that_a_backend_did_not_expect_blames_nobody_of_two_ranks() -> None:
+    verdict = mismatched([aborted(0, REDUCE)], [waiting(1, REDUCE, ["float32 [7]"])])
+    assert (verdict.cause, verdict.where) == ("different shapes", REDUCE[1])
+    assert verdict.sentence.startswith(
+        "dist.all_reduce at train.py:31 in <module> got different shapes or dtypes: rank 1 gave float32 [7], "
+        "rank 0 gave something else; give it the same on every rank"
+    )
+
+
+def test_the_rank_that_was_ended_is_not_the_odd_one_where_others_differ() -> None:
+    others = [waiting(rank, REDUCE, ["int64 [7]" if rank == 1 else "int64 [3]"]) for rank in (0, 1, 3)]
+    verdict = mismatched([aborted(2, REDUCE)], others)
+    assert (verdict.cause, verdict.rank) == ("different shapes", 1)
+    assert "ranks 0, 3 gave int64 [3], rank 1 gave int64 [7];" in verdict.sentence
+
+
+def test_who_came_through_a_collective_did_not_pass_it_by() -> None:
+    verdict = mismatched([aborted(0, REDUCE)], [waiting(1, STEP, ["float32 [64]"])])
+    assert (verdict.cause, verdict.where) == ("different shapes", REDUCE[1])
+    assert "rank 0 got more than expected, rank 1 came through it, to engine.step at train.py:20" in verdict.sentence
+    assert "pad or gather sizes first" in verdict.sentence
+
+
+@pytest.mark.parametrize(("first", "second"), [(SAVE, STEP), (STEP, SAVE), (REDUCE, ("dist.broadcast", STEP[1]))])
+def test_sizes_of_different_calls_are_told_by_the_calls(first: tuple[str, str], second: tuple[str, str]) -> None:
+    verdict = mismatched([aborted(0, first)], [waiting(1, second)])
+    assert verdict.cause == ("rank-conditional call" if SAVE in (first, second) else "skipped collective")
+    for call, where in (first, second):
+        assert f"{call} at {where}" in verdict.sentence
+
+
+def test_sharded_blocks_of_different_sizes_need_the_same_blocks() -> None:
+    verdict = mismatched([aborted(0, STEP)], [waiting(1, STEP)])
     assert verdict.cause == "different shapes"
-    told(verdict, "got different shapes from ranks 0-3")
+    assert "let every rank call the same blocks" in verdict.sentence
 
 
-def test_a_mismatch_of_ranks_in_different_calls_is_a_skipped_collective() -> None:
-    verdict = explain(all_but({0: waiting(0, STEP)}, 2, REDUCE), LEAD, mismatch=True)
+LOADER = ("run.loader", "train.py:18 in <module>")
+IN_LOSS = ["/site-packages/lockstep/engine.py:788 in _summed_loss"]
+
+
+@pytest.mark.parametrize("other", [STEP, LOADER])
+def test_a_collective_in_the_loss_of_a_pipeline_is_not_passed_by(other: tuple[str, str]) -> None:
+    stack = [*IN_LOSS, "/site-packages/lockstep/parallel/pipeline.py:94 in step"]
+    verdict = explain([replace(waiting(0, REDUCE), stack=stack), waiting(1, other)], LEAD)
     assert verdict.cause == "skipped collective"
+    told(verdict, "rank 1 cannot come to it", "make it between steps", "one after another")
+
+
+def test_a_collective_in_the_loss_that_some_rank_skips_is_no_condition_around_the_loader() -> None:
+    verdict = explain([replace(waiting(0, REDUCE), stack=IN_LOSS), waiting(1, LOADER)], LEAD)
+    assert (verdict.cause, verdict.where) == ("skipped collective", REDUCE[1])
+    told(verdict, "rank 1 passed it by", "same order")
 
 
 @COUNTS
@@ -184,3 +266,38 @@ def test_what_all_ranks_do_is_no_difference_between_them(place: tuple[str, str])
 )
 def test_rank_numbers_for_people(numbers: list[int], text: str) -> None:
     assert ranks(numbers) == text
+
+
+def test_ranks_that_called_different_sharded_blocks_are_told_so_at_once() -> None:
+    here = [replace(waiting(rank, STEP), gathered=["the model", "blocks.0", "blocks.1"]) for rank in range(2)]
+    assert parted_ways(here) is None
+    ahead = replace(here[1], gathered=[*here[1].gathered, "blocks.2"])
+    assert parted_ways([here[0], ahead]) is None
+    done = replace(here[0], gathered=[*here[0].gathered, "the end of the forward"])
+    found = parted_ways([done, ahead])
+    assert found is not None
+    assert "rank 0 came to the end of the forward where rank 1 came to blocks.2, in step 25" in found.sentence
+
+
+def test_a_round_in_which_nothing_was_found_leaves_no_report_behind(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    comm: Any = SimpleNamespace(rank=1, world_size=2, beat=Beat(), own_store=lambda _: store)
+    watchdog = Watchdog(comm, 0.1, tmp_path, {})
+    asked = dist.PrefixStore("0", store)
+    asked.set("alarm", "1")
+    asked.set("verdict", "null")
+    assert watchdog._one_round(asked, store)
+    assert not asked.check(["report/1"])
+
+
+def test_the_blocks_of_a_step_or_of_scored_samples_are_forgotten_when_the_next_begin() -> None:
+    beat = Beat()
+    beat.gathered.append("blocks.0")
+    beat.at("summing gradients")
+    assert beat.gathered == ["blocks.0"]
+    beat.step = 2
+    assert beat.gathered == []
+    for _ in range(3):
+        beat.at("scoring")
+        beat.gathered.append("blocks.0")
+    assert beat.gathered == ["blocks.0"]

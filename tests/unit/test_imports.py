@@ -30,7 +30,7 @@ WITHOUT_TORCH = [
     "lockstep.recipes.catalog",
     "lockstep.data.sets",
     "lockstep.trace_digest",
-    "lockstep.cli",
+    "lockstep.cli.app",
 ]
 
 
@@ -99,7 +99,7 @@ def test_imports_go_one_way() -> None:
 
 def _run(code: str) -> None:
     script = f"import contextlib, importlib, io, sys\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

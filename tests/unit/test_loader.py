@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,19 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.data.loader import Loader, MicroBatch, Reading, StepBatch, dataset_size, evaluation_batches
+from lockstep.data.loader import (
+    Loader,
+    MicroBatch,
+    Reading,
+    StepBatch,
+    changed_settings,
+    dataset_size,
+    evaluation_batches,
+    settings_of,
+)
 from lockstep.data.order import Order, Position
-from lockstep.errors import UserError
+from lockstep.data.workers import naming
+from lockstep.errors import SampleError, UserError
 
 
 def draws() -> list[float]:
@@ -394,3 +405,24 @@ def test_a_folder_for_temporary_files_too_long_for_the_workers_sockets_is_refuse
     Reading(workers=0)
     with pytest.raises(UserError, match=r"sockets in .*xxx, .*set TMPDIR to a folder of at most 75 characters"):
         Reading(workers=1)
+
+
+def test_an_error_of_several_lines_becomes_one_sentence() -> None:
+    with (
+        pytest.raises(SampleError, match="sample 3 could not be read: ValueError: a pixel is bad"),
+        naming("sample 3"),
+    ):
+        raise ValueError("a pixel\n  is bad")
+
+
+def test_settings_of_a_dataset_that_were_changed_are_found_beside_those_that_change_by_themselves() -> None:
+    class Noisy(Dataset[Any]):
+        def __init__(self) -> None:
+            self.reads, self.missing, self.inner = 0, float("nan"), SimpleNamespace(level=0.1)
+
+    data = Noisy()
+    before = settings_of(data)
+    assert changed_settings(before, settings_of(data)) == [], "NaN is what it was"
+    data.reads += 1
+    data.inner.level = 0.2
+    assert changed_settings(before, settings_of(data)) == ["reads", "inner.level"]

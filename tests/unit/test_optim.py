@@ -10,8 +10,7 @@ import torch
 
 from lockstep.config import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError
-from lockstep.layout import Layout
-from lockstep.optim import is_elementwise, optimizer_factory, refuse_not_elementwise, schedule_function
+from lockstep.optim import optimizer_factory, schedule_function
 
 
 class Mine(torch.optim.SGD):
@@ -172,30 +171,3 @@ def test_after_the_warm_up_the_factor_only_falls_and_stays_within_its_bounds(nam
 def test_a_schedule_with_an_end_is_refused_where_the_end_is_unknown(name: Any) -> None:
     with pytest.raises(UserError, match=f"^schedule {name} needs to know the number of steps"):
         schedule_function(ScheduleConfig(name=name), None)
-
-
-class Lamb(torch.optim.Optimizer):
-    """Moves a parameter by a share of its own norm."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad * (parameter.norm() / parameter.grad.norm()) * group["lr"])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "elementwise"),
-    [(torch.optim.AdamW, True), (torch.optim.Adagrad, True), (torch.optim.Adafactor, False), (Lamb, False)],
-)
-def test_an_optimizer_that_treats_a_part_otherwise_than_the_whole_is_refused(optimizer: Any, elementwise: bool) -> None:
-    made = optimizer([torch.nn.Parameter(torch.ones(4, 6))])
-    assert is_elementwise(made) == elementwise
-    if elementwise:
-        refuse_not_elementwise(made, Layout(fsdp=2))
-    else:
-        with pytest.raises(UserError, match=f"{optimizer.__name__} updates a part of a parameter in another way"):
-            refuse_not_elementwise(made, Layout(fsdp=2))

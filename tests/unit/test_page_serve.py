@@ -47,7 +47,7 @@ def serving(build: Callable[[], Page] = example_page, host: str = "127.0.0.1") -
 
 
 def ask(board: Board, path: str, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", board.port)
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)
@@ -59,7 +59,7 @@ def ask(board: Board, path: str, method: str = "GET", **headers: str) -> Answer:
 
 def send(board: Board, raw: bytes) -> bytes:
     """What comes back to bytes that no browser sends."""
-    with socket.create_connection(("127.0.0.1", board.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", board.port)) as connection:
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -146,7 +146,7 @@ def test_the_address_that_it_says_to_open_answers(host: str, monkeypatch: pytest
         return look_up("127.0.1.1" if name == "this-machine" else name, *rest, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", known)
-    with serving(host=host) as board, urllib.request.urlopen(board.url, timeout=10) as answer:
+    with serving(host=host) as board, urllib.request.urlopen(board.url) as answer:
         assert answer.status == 200
         assert board.token == ""
 

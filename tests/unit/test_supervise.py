@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.checkpoint.format import step_folder
 from lockstep.errors import InvariantError, MemoryFullError, NonFiniteError, SaveError, UserError
 from lockstep.events import EventLog, read_events
+from lockstep.faults import early
 from lockstep.faults.failure import (
     MISMATCHED,
     Failure,
     Kind,
+    failed_folder,
     of_exception,
     of_exit,
     record,
@@ -28,9 +34,11 @@ from lockstep.faults.failure import (
 )
 from lockstep.folder import RunFolder, this_attempt
 from lockstep.launch import LAUNCH
+from lockstep.launch import agent as agent_module
 from lockstep.launch import supervise as module
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.supervise import Supervisor
+from tests.patience import wait_for
 
 HOST = short_host()
 
@@ -181,6 +189,8 @@ def test_lines_of_libraries_are_not_the_users() -> None:
     ]
     assert user_line(stack) == "/home/me/train.py:12 in main"
     assert user_call(stack) == "dist.all_reduce"
+    called = [("/x/site-packages/torch/nn/modules/module.py", 5, name) for name in ("_call_impl", "_wrapped_call_impl")]
+    assert user_call([*stack[:2], *called, stack[-1]]) == "a layer"
 
 
 # Whether the run starts again -------------------------------------------------------------------------------------
@@ -272,7 +282,8 @@ def test_a_killed_rank_is_tried_again_even_before_the_first_checkpoint(launch: C
 def test_an_error_before_the_first_checkpoint_would_only_come_again(launch: Callable[..., Launch], kind: Kind) -> None:
     made = launch()
     assert not made.fails(failure(1, kind))
-    assert "no step was done" in made.text
+    assert "no step was done: mend that, then start it again" in made.text
+    assert "goes on" not in made.text
 
 
 def test_final_errors_are_not_retried(launch: Callable[..., Launch]) -> None:
@@ -287,6 +298,26 @@ def test_refused_input_ends_with_2_and_its_sentence_alone(launch: Callable[..., 
     assert not made.fails(failure(0, "refused", "the batch is 0: give 1", final=True))
     assert made.supervisor.outcome is not None
     assert (made.supervisor.outcome.code, made.text) == (2, "the batch is 0: give 1")
+
+
+def test_the_head_does_not_leave_before_every_node_has_read_why_the_run_is_refused(tmp_path: Path) -> None:
+    told = {"run_dir": str(tmp_path), "scratch": str(tmp_path)}
+    nodes = [Supervisor(RunFolder(tmp_path, 1), Nodes(2, 2, rank), told, lambda *_: None) for rank in (0, 1)]
+    for node in nodes:
+        node.before_start()
+        node.meet(2, 2, "round")
+    record(tmp_path, failure(0, "refused", "the batch is 0: give 1", final=True), "round")
+    leaving = Thread(target=nodes[0].may_start_again, daemon=True)
+    leaving.start()
+    wait_for((failed_folder(tmp_path, "round") / module.DECISION).exists, "the decision")
+    leaving.join(0.2)  # which it would not need to leave
+    assert leaving.is_alive()
+    assert not nodes[1].may_start_again()
+    leaving.join()
+    assert [node.outcome and (node.outcome.code, node.outcome.text) for node in nodes] == [
+        (2, "the batch is 0: give 1"),
+        (2, "the batch is 0: give 1"),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["exception", "exit", "hang"])
@@ -427,7 +458,7 @@ def test_ranks_that_failed_alike_did_not_end_because_of_each_other(launch: Calla
     made = trained(launch(restarts=0, world=4))
     assert not made.fails(failure(2), failure(0, at=2.0), failure(1, at=3.0), codes={2: 1})
     lines = made.text.splitlines()
-    assert lines[1:3] == ["  ranks 0-1 failed alike", "  the other 1 rank ended because of it"]
+    assert lines[1:3] == ["  ranks 0-1 failed alike", "  the other rank ended because of it"]
 
 
 def test_a_rank_that_leaves_early_is_told_when_the_others_only_lost_it(launch: Callable[..., Launch]) -> None:
@@ -443,18 +474,50 @@ def test_an_exit_without_a_word_is_told_by_its_code(launch: Callable[..., Launch
     assert f"rank 1 on {HOST} exited with code 7" in made.text
 
 
+LOST = "RuntimeError: Connection closed by peer"
+
+
+def test_sizes_that_do_not_go_together_are_told_by_what_was_given(launch: Callable[..., Launch]) -> None:
+    made = trained(launch(restarts=0))
+    call: dict[str, Any] = {"call": "dist.all_reduce", "where": "train.py:9 in <module>"}
+    aborted = failure(1, "signal", f"was killed by SIGABRT{MISMATCHED}", **call)
+    assert not made.fails(aborted, failure(0, text=LOST, **call, shapes=["float32 [3]"]))
+    assert made.failures[0]["cause"] == "hang"
+    assert "dist.all_reduce at train.py:9" in made.text
+    assert "rank 0 gave float32 [3], rank 1 gave something else" in made.text
+    assert "SIGABRT" not in made.text
+
+
 def test_sizes_that_do_not_go_together_are_told_in_terms_of_calls(launch: Callable[..., Launch]) -> None:
     made = trained(launch(restarts=0))
     aborted = failure(
-        1, "signal", f"was killed by SIGABRT{MISMATCHED}", call="dist.all_reduce", where="train.py:9 in <module>"
+        1, "signal", f"was killed by SIGABRT{MISMATCHED}", call="run.save", where="train.py:9 in <module>"
     )
-    lost = failure(
-        0, text="RuntimeError: Connection closed by peer", call="engine.step", where="train.py:5 in <module>"
-    )
-    assert not made.fails(aborted, lost)
+    assert not made.fails(aborted, failure(0, text=LOST, call="engine.step", where="train.py:5 in <module>"))
     assert made.failures[0]["cause"] == "hang"
-    assert "dist.all_reduce at train.py:9" in made.text
+    assert "every rank has to call run.save" in made.text
     assert "engine.step at train.py:5" in made.text
+
+
+def test_what_was_given_to_a_collective_is_read_from_the_traceback() -> None:
+    with pytest.raises(ValueError, match="process group") as caught:
+        torch.distributed.all_gather([torch.empty(3), torch.empty(3)], torch.ones(4))
+    told = of_exception(caught.value, 0)
+    assert (told.call, told.shapes) == ("dist.all_gather", ["float32 [3]", "float32 [4]"])
+
+
+@pytest.mark.parametrize("blamed", [None, 1])
+def test_ranks_that_stop_together_are_not_told_as_one_that_failed(
+    launch: Callable[..., Launch], blamed: int | None
+) -> None:
+    made = trained(launch(restarts=0, world=3))
+    error = NonFiniteError("loss", 26, blamed, [5])
+    assert not made.fails(*(of_exception(raised(error), rank) for rank in (1, 0, 2)), codes={0: 1, 1: 1, 2: 1})
+    on = "" if blamed is None else " on rank 1"
+    assert made.text.startswith(f"all 3 ranks stopped: NonFiniteError: the loss is not finite at step 26{on} (")
+    assert "failed alike" not in made.text
+    assert "because of it" not in made.text
+    assert made.failures[0]["rank"] == (blamed or 0)
 
 
 @pytest.mark.parametrize(("reason", "code"), [("interrupted", 130), ("terminated", 75)])
@@ -489,3 +552,26 @@ def test_what_a_failed_run_says_of_itself_is_not_a_stop_on_purpose(launch: Calla
     made = trained(launch())
     made.emit("stop", reason="failed", step=25, text="ValueError: bad")
     assert made.fails(failure(1))
+
+
+def test_a_third_ctrl_c_does_not_make_the_second_one_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the workers are known to be dead."""
+    handlers: list[Any] = []
+
+    def listen(handle: Any) -> dict[Any, Any]:
+        handlers.append(handle)
+        return {}
+
+    monkeypatch.setattr(early, "listen", listen)
+    monkeypatch.setattr(early, "remember", lambda _: None)
+    supervisor = SimpleNamespace(has_begun=True, was_cut_short=False)
+    agent: Any = SimpleNamespace(
+        stopping=None, is_meeting=False, has_workers=True, supervisor=supervisor, pass_on=lambda _: None
+    )
+    with agent_module._signals_passed_on(agent):
+        handlers[0](signal.SIGINT, None)
+        assert not supervisor.was_cut_short
+        handlers[0](signal.SIGINT, None)
+        agent.has_workers = False
+        handlers[0](signal.SIGINT, None)
+    assert supervisor.was_cut_short

@@ -13,14 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from lockstep.event_schema import validate
 from lockstep.runtime.place import place_of
 from lockstep.runtime.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
 from lockstep.runtime.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds
+from tests.patience import wait_for
 
 GB = 10**9
 
@@ -230,13 +233,10 @@ def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypat
     sampler = HostSampler(host)  # type: ignore[arg-type]
     assert sampler.take() is None, "there is nothing to tell"
     sampler.start()
-    deadline = time.monotonic() + 5
-    while len(looks) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(looks) >= 5, "five looks")
     sampler.close()
     assert host.closed
     assert looks == sorted(looks)
-    assert len(looks) >= 5
     assert sampler.take() is not None
     assert "lockstep-telemetry" not in {thread.name for thread in threading.enumerate()}
 
@@ -250,18 +250,16 @@ def test_a_driver_that_does_not_answer_holds_nobody_up_and_what_it_said_last_is_
 
     def look(_: float) -> Look:
         asked.set()
-        assert answer.wait(10)
+        answer.wait()
         return PlantedHost.look(host, 0.0)
 
     host.look = look  # type: ignore[method-assign]
     sampler.start()
-    assert asked.wait(5)
+    asked.wait()
     try:
         told = []
         for host.at in (1.0, 60.0):
-            began = time.monotonic()
             told.append(sampler.take())
-            assert time.monotonic() - began < 1
     finally:
         answer.set()
         sampler.close()
@@ -314,6 +312,10 @@ def test_the_event_of_a_thousand_ranks_is_no_burden() -> None:
     event = machine_event(json.loads(json.dumps(told)), [f"node{r // 8}" for r in range(1000)])
     assert len(event["hosts"]) == 125
     assert len(json.dumps(event)) < 200_000, "and it comes every 83 seconds"
+
+
+def clocks() -> NDArray[np.float64]:
+    return np.array([time.process_time(), time.perf_counter()])
 
 
 def burn(seconds: float) -> None:
@@ -372,24 +374,30 @@ def test_a_rank_that_cannot_measure_itself_tells_that_nothing_is_known(monkeypat
     assert [host["cores"] for host in event["hosts"]] == [2]
 
 
-def test_a_rank_that_burns_a_core_shows_it() -> None:
+def test_a_rank_that_burns_a_core_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What other tests have started may compute meanwhile: children are counted, and are shown above.
+    monkeypatch.setattr("lockstep.runtime.telemetry.descendants", lambda _: [])
     ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
     for rank in ranks:
         rank.start()
-        rank.take()
-    began = time.perf_counter()
+    wait_for_a_look(ranks[0])
+    ranks[1].take()
+    outer = clocks()
+    ranks[0].take()
+    inner = clocks()
     burn(0.3)
+    inner = clocks() - inner
     told = [rank.take(workers=3) for rank in ranks]
-    share = 0.3 / (time.perf_counter() - began)
+    outer = clocks() - outer
     for rank in ranks:
         rank.close()
-    assert told[0]["cores"] == pytest.approx(share, rel=0.2)
-    assert told[0]["cores"] < 1.3
+    least, most = inner[0] / outer[1], outer[0] / inner[1]
+    assert 0.99 * least <= told[0]["cores"] <= 1.01 * most
     assert (told[0]["workers"], told[0]["threads"], told[0]["node"]) == (3, torch.get_num_threads(), 0)
     assert told[0]["memory"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert told[1]["host"] is None, "one rank of a node looks at it"
     host = told[0]["host"]
-    assert host["cpu"] * psutil.cpu_count() >= 0.6 * share
+    assert host["cpu"] * psutil.cpu_count() >= 0.6 * least
     assert host["memory_total"] == pytest.approx(psutil.virtual_memory().total, rel=0.01)
 
 
@@ -444,9 +452,13 @@ def test_a_library_of_the_driver_that_is_broken_is_no_library(
 
 def wait_for_a_look(telemetry: Telemetry) -> dict[str, Any]:
     """What is told as soon as the thread has looked at the host."""
-    deadline = time.monotonic() + 5
-    while (told := telemetry.take())["host"] is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    told: dict[str, Any] = {}
+
+    def has_looked() -> bool:
+        told.update(telemetry.take())
+        return told["host"] is not None
+
+    wait_for(has_looked, "a look at the host")
     return told
 
 
@@ -460,8 +472,5 @@ def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.
             psutil.net_io_counters(pernic=True)
             psutil.disk_io_counters()
             os._exit(0)
-        deadline = time.monotonic() + 5
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            assert time.monotonic() < deadline, "the child is stuck"
-            time.sleep(0.001)
+        os.waitpid(pid, 0)  # for ever, where the child is stuck
     telemetry.close()

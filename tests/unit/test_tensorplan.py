@@ -508,7 +508,6 @@ def penalised(x: torch.Tensor) -> torch.Tensor:
     [
         (hooked, "has a hook on a gradient"),
         (penalised, "has a gradient inside the loss"),
-        (Rounded.apply, "Rounded is an autograd.Function"),
         (torch.vmap(torch.sin), r"gives torch\.vmap a cut tensor"),
     ],
 )
@@ -523,6 +522,21 @@ def test_code_that_would_see_a_share_of_a_gradient_is_refused(through: Any, sent
 
     with pytest.raises(UserError, match=sentence):
         plan(Stack(Mlp))
+
+
+def test_what_an_own_function_is_given_stays_whole() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.gelu(self.up(Rounded.apply(self.gate(x)))))  # type: ignore[no-any-return,no-untyped-call]
+
+    found = plan(Stack(Mlp))
+    (gate,) = {name for name in found.whole if name.endswith("0.gate")}
+    assert "Rounded is an autograd.Function" in found.whole[gate]
+    assert found.roles[gate.replace("gate", "up")].kind == "column"
 
 
 @pytest.mark.parametrize("used", ["shape", "sum in a list"])

@@ -89,6 +89,38 @@ def test_a_run_that_goes_on_is_told_from_where_it_was_told_before(tmp_path: Path
     assert after.ending == "finished"
 
 
+@pytest.mark.parametrize("in_one_go", [True, False])
+def test_a_validation_that_a_crash_kept_from_being_told_is_told_when_it_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_go: bool
+):
+    """The first attempt dies after step 75, while it validates; the second does it again from step 50."""
+    write_run(tmp_path, Made(steps=200, fails_after=[75], validate_every=25))
+    log = tmp_path / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    lost = [event for event in events if (event["attempt"], event["kind"], event.get("step")) == (1, "validation", 75)]
+    assert len(lost) == 1
+    events.remove(lost[0])
+    first = [event for event in events if event["attempt"] == 1]
+    points = []
+    for part in [events] if in_one_go else [first, events]:
+        log.write_text("".join(json.dumps(event) + "\n" for event in part))
+        points += told(tmp_path, monkeypatch).points
+    for name, steps in {"Loss/Train": range(1, 201), "Loss/Val": range(25, 201, 25)}.items():
+        assert [step for one, step, _ in points if one == name] == list(steps)
+
+
+def test_steps_that_are_done_again_within_an_attempt_are_not_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A rollback goes back from step 10 to step 6."""
+    events = run_events(Made(steps=10, ending="killed", metrics=True))
+    again = [event for event in run_events(Made(steps=12, metrics=True)) if event.get("step", 0) > 6]
+    text = "".join(json.dumps(event) + "\n" for event in [*events, *again])
+    (tmp_path / "events.jsonl").write_text(text)
+    notebook = told(tmp_path, monkeypatch)
+    assert notebook.steps("Loss/Train") == notebook.steps("temperature") == list(range(1, 13))
+
+
 def test_switched_on_late_the_whole_run_is_told_and_no_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_run(tmp_path, Made(steps=200, fails_after=[75]))
     assert told(tmp_path, monkeypatch).steps("Loss/Train") == list(range(1, 201))
@@ -169,7 +201,7 @@ def test_a_tracker_that_cannot_work_is_said_once_and_the_run_goes_on(tmp_path: P
     [start] = [event for event in run_events(Made(steps=1)) if event["kind"] == "start"]
     log.emit(**{name: value for name, value in start.items() if name not in ("time", "attempt")})
     assert tracker.log.exists()
-    tracker._process.wait(20)
+    tracker._process.wait()
     for text in ("one", "two"):
         log.emit("status", text=text)
     log.close()

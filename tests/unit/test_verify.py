@@ -18,7 +18,19 @@ from torch import nn
 from lockstep.causes import Verdict, judge
 from lockstep.errors import UserError
 from lockstep.recording import Recording, keep_blocks, read_recording
-from lockstep.verify import GRADIENT, LOSS, NORM, VALUE, Check, Comparison, checks, compare
+from lockstep.verify import (
+    GRADIENT,
+    LOSS,
+    NORM,
+    NOT_ROUNDING,
+    TIMES,
+    VALUE,
+    Check,
+    Comparison,
+    checks,
+    compare,
+    other_micro_batches,
+)
 
 SHAPES = {
     "embedding.weight": (7, 4),
@@ -46,6 +58,7 @@ class Run:
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     values: list[dict[str, torch.Tensor]] = field(default_factory=list)
     lines: list[list[dict[str, Any]]] = field(default_factory=list)
+    shaken: bool = False
     drifts: dict[tuple[int, str], int] = field(default_factory=dict)
     """(step, parameter) -> the rank that holds another value of it."""
 
@@ -63,7 +76,7 @@ class Run:
             self.update(step)
             ids = [[8 * step + 4 * rank + sample for sample in range(4)] for rank in range(2)]
             shared: dict[str, Any] = {"step": step, "loss": 2.0 / step, "weight": 8.0, "grad_norm": norm}
-            shared |= {"lr": LR, "skipped": False, "micro_batch": {"train": 4}}
+            shared |= {"lr": LR, "skipped": False, "micro_batch": {"train": 4}, "fixed": {}, "by_rank": []}
             together = [[*ids[0], *ids[1]]] if self.ranks == 1 else [ids[rank % 2] for rank in range(self.ranks)]
             self.lines.append([{**shared, "ids": own} for own in together])
         return self
@@ -95,6 +108,7 @@ class Run:
                 "blocks": ["blocks.0", "blocks.1"],
                 "blocks_built": 2,
                 "changed": {},
+                "shaken": self.shaken,
             }
             lines = [head, *(step[rank] for step in self.lines)]
             for step, line in enumerate(lines):
@@ -236,6 +250,149 @@ def test_an_element_moved_by_the_sign_of_a_rounding_error_is_not_held_against_th
         _changed(Run().train(), lambda run: change(run, -1.0)).write(tmp_path / "theirs"),
     )
     assert found.same, judge(found).text
+
+
+def nudge_gradient(by: float) -> Change:
+    """In step 2 a gradient differs by a part of the norm that it is measured against, as rounding may have grown."""
+
+    def change(run: Run) -> None:
+        gradients = run.gradients[2]
+        whole = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        reference = float(gradients["norm.weight"].norm()) + 0.1 * whole
+        gradients["norm.weight"] = nudge(gradients["norm.weight"], by * reference)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("differs", "spread", "same"), [(1.7e-5, 0.3e-5, True), (1.7e-5, 0.1e-5, False), (1.5e-2, 0.3e-2, False)]
+)
+def test_rounding_that_a_training_grows_is_what_other_last_bits_make_of_it(
+    tmp_path: Path, differs: float, spread: float, same: bool
+) -> None:
+    ours = _changed(Run(2).train(), nudge_gradient(differs)).write(tmp_path / "ours")
+    theirs = Run().train().write(tmp_path / "theirs")
+    shaken = _changed(Run(shaken=True).train(), nudge_gradient(spread)).write(tmp_path / "shaken")
+    assert not compare(ours, theirs).same
+    assert compare(ours, theirs).may_be_rounding == (differs < NOT_ROUNDING)
+    found = compare(ours, theirs, shaken)
+    assert found.same == (same or found.left_out > 0)
+    if same:
+        assert row(found, "gradients").allowed == pytest.approx(TIMES * spread, rel=0.02)
+        assert f"with other last bits in its weights differs by {spread:.1e}" in judge(found).text
+
+
+def test_steps_about_which_the_last_bit_decides_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    ours = _changed(Run(2).train(), nudge_gradient(5e-3)).write(tmp_path / "ours")
+    theirs = Run().train().write(tmp_path / "theirs")
+    shaken = _changed(Run(shaken=True).train(), nudge_gradient(5e-3)).write(tmp_path / "shaken")
+    found = compare(ours, theirs, shaken)
+    assert (found.same, found.left_out, len(found.steps)) == (True, 2, 1)
+    assert row(found, "steps").note == "3, compared up to step 1: the last bit of the weights decides about later ones"
+
+
+def test_a_mistake_in_the_first_step_is_no_rounding_whatever_other_last_bits_do(tmp_path: Path) -> None:
+    ours = _changed(Run(2).train(), scale_all).write(tmp_path / "ours")
+    theirs = Run().train().write(tmp_path / "theirs")
+    shaken = _changed(Run(shaken=True).train(), scale_all).write(tmp_path / "shaken")
+    found = compare(ours, theirs, shaken)
+    assert not found.may_be_rounding
+    assert judge(found).cause == "scale"
+
+
+# ---- Another micro-batch
+
+
+def with_another_micro_batch(folder: Path, change: Change, layout: Change = lambda _: None) -> tuple[Verdict, Check]:
+    ours = _changed(Run(2).train(), layout).write(folder / "ours")
+    theirs = Run().train().write(folder / "theirs")
+    assert other_micro_batches(ours, theirs) == {"train": 2}
+
+    def of_two(run: Run) -> None:
+        change(run)
+        for line in run.lines:
+            line[0]["micro_batch"] = {"train": 2}
+
+    again = _changed(Run().train(), of_two).write(folder / "again")
+    found, other = compare(ours, theirs, other=again), compare(again, theirs)
+    return judge(found, other), next(check for check in checks(found, other) if check.name == "micro-batch")
+
+
+def test_numbers_that_do_not_depend_on_the_micro_batch_are_said_to_be_so(tmp_path: Path) -> None:
+    verdict, check = with_another_micro_batch(tmp_path, lambda _: None)
+    assert verdict.cause is None
+    assert check == Check("micro-batch", True, "4; on one process with 2 the same numbers", 0.0, GRADIENT)
+
+
+def test_numbers_that_follow_the_micro_batch_are_no_proof_even_where_the_layout_agrees(tmp_path: Path) -> None:
+    verdict, check = with_another_micro_batch(tmp_path, compute_something_else(1))
+    assert (verdict.cause, verdict.step, check.ok) == ("micro-batch", 1, False)
+    assert (
+        "dp=2 gives the numbers of one process, but one process has other numbers with micro_batch = 2" in verdict.text
+    )
+    assert check.note == "4; on one process with 2 other numbers from step 1 on"
+
+
+def test_a_layout_that_differs_as_another_micro_batch_does_is_not_to_blame(tmp_path: Path) -> None:
+    verdict, _ = with_another_micro_batch(tmp_path, compute_something_else(1), compute_something_else(1))
+    assert verdict.cause == "micro-batch"
+    assert "first difference: step 1, one process has other numbers with micro_batch = 2 than with 4" in verdict.text
+
+
+def test_a_mean_of_means_is_known_by_its_weight(tmp_path: Path) -> None:
+    def average(run: Run) -> None:
+        compute_something_else(1)(run)
+        for line in run.lines:
+            line[0]["weight"] = 2.0
+
+    verdict, _ = with_another_micro_batch(tmp_path, average)
+    assert verdict.cause == "mean"
+    assert "the weight of the step is 2 instead of 8: a mean of means" in verdict.text
+
+
+def test_another_weight_with_the_same_numbers_is_no_difference(tmp_path: Path) -> None:
+    def count_micro_batches(run: Run) -> None:
+        for lines in run.lines:
+            for line in lines:
+                line["weight"] = 2.0
+
+    assert compared(tmp_path, count_micro_batches).same
+
+
+@pytest.mark.parametrize("why", ["given", "coupled"])
+def test_a_micro_batch_that_is_part_of_the_training_is_not_changed(tmp_path: Path, why: str) -> None:
+    def fix(run: Run) -> None:
+        for lines in run.lines:
+            for line in lines:
+                line["fixed"] = {"train": why}
+
+    ours, theirs = (_changed(Run(ranks).train(), fix).write(tmp_path / f"of-{ranks}") for ranks in (2, 1))
+    assert other_micro_batches(ours, theirs) == {}
+    reasons = {"given": "as the script says", "coupled": "because the loss of a sample depends on the others in it"}
+    assert row(compare(ours, theirs), "micro-batch").note == f"4, {reasons[why]}"
+
+
+# ---- The same samples on every rank
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "said"),
+    [
+        ({"loss": 2.5}, "data rank 1 computes the loss 2.5 and data rank 0 2: look for what depends on the rank"),
+        ({"gradient": 0.5}, "data rank 1 computes the loss of data rank 0 and another gradient of norm.weight"),
+    ],
+)
+def test_ranks_that_compute_something_else_for_the_same_samples_are_named(
+    tmp_path: Path, of_rank_1: dict[str, float], said: str
+) -> None:
+    def differ(run: Run) -> None:
+        compute_something_else(1)(run)
+        alike = {"loss": 2.0, "gradient": 0.0, "parameter": "norm.weight"}
+        run.lines[-1][0]["by_rank"] = [alike, {**alike, **of_rank_1}]
+
+    verdict = judge(compared(tmp_path, differ))
+    assert verdict.cause == "rank"
+    assert said in verdict.text
 
 
 def _changed(run: Run, change: Change) -> Run:

@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,9 +299,7 @@ def test_a_terminal_gets_the_whole_screen_and_ctrl_c_ends_without_a_traceback(tm
 
     def until(text: str) -> None:
         nonlocal seen
-        end = time.monotonic() + 20
         while text not in seen:
-            assert time.monotonic() < end, f"{text!r} is not in {seen!r}"
             seen += os.read(ours, 65536).decode(errors="ignore")  # a read may end inside of a character
 
     until("no event yet")
@@ -311,7 +308,7 @@ def test_a_terminal_gets_the_whole_screen_and_ctrl_c_ends_without_a_traceback(tm
     until("no event for")
     process.send_signal(signal.SIGINT)
     until("not shown any more; the run goes on as it was")
-    assert process.wait(20) == 0
+    assert process.wait() == 0
     os.close(ours)
     assert "\x1b[?1049h" in seen  # another screen, which it leaves
     assert "\x1b[?1049l" in seen
