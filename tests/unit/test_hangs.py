@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +289,30 @@ def test_a_round_in_which_nothing_was_found_leaves_no_report_behind(tmp_path: Pa
     asked.set("verdict", "null")
     assert watchdog._one_round(asked, store)
     assert not asked.check(["report/1"])
+
+
+def test_a_rank_that_has_just_done_something_long_is_not_taken_for_stuck(tmp_path: Path) -> None:
+    comm: Any = SimpleNamespace(rank=0, world_size=2, beat=Beat(), own_store=lambda _: None)
+    watchdog = Watchdog(comm, 60, tmp_path, {})
+    watchdog._moved -= 100
+    assert not watchdog._report().moving
+    with comm.beat.busy():
+        assert watchdog._report().moving
+        watchdog._moved -= 100
+    assert watchdog._report().moving
+    watchdog._moved -= 100
+    assert not watchdog._report().moving
+
+
+def test_an_alarm_is_false_when_what_the_rank_waited_for_has_come_before_all_have_answered(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    comm: Any = SimpleNamespace(rank=1, world_size=2, beat=Beat(), own_store=lambda _: store)
+    watchdog = Watchdog(comm, 60, tmp_path, {})
+    watchdog._moved -= 100
+    asked = dist.PrefixStore("0", store)
+    asked.set("report/0", json.dumps(asdict(waiting(0, STEP))))
+    watchdog._ask_everybody(asked, store)  # this test waits for nobody; an alarm that were true would end its process
+    assert asked.get("verdict") == b"null"
 
 
 def test_the_blocks_of_a_step_or_of_scored_samples_are_forgotten_when_the_next_begin() -> None:

@@ -80,6 +80,7 @@ class Watchdog:
         self._patience = min(30.0, max(2.0, timeout / 20))
         """How long the others may take to answer: code that holds Python's lock keeps their threads from it."""
         self._moved = self._heard = time.monotonic()
+        self._seen = self._progress()
         self._waited = 0.0
         self._asked_at = (0, 0)
         self._keeper: dict[int, list[object]] = {}
@@ -105,13 +106,12 @@ class Watchdog:
     # What this rank does ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        waits_since, progress = time.monotonic(), self._progress()
+        waits_since = time.monotonic()
         while not self._closing.wait(self._interval):
             stack, now = self._stack(), time.monotonic()
             if self._scratch is not None:
                 self._write_beat(stack)
-            if (latest := self._progress()) != progress:
-                progress, self._moved = latest, now
+            self._look_for_progress()
             if Workers.awaited is None and not self._waits(stack):
                 waits_since = now
             self._waited = now - max(waits_since, self._moved)
@@ -143,8 +143,13 @@ class Watchdog:
         reading = Workers.awaited
         return self._beat.ticks, number, reading.progress if reading is not None else 0
 
+    def _look_for_progress(self) -> None:
+        if (latest := self._progress()) != self._seen:
+            self._seen, self._moved = latest, time.monotonic()
+
     def _report(self) -> Report:
         stack = self._stack()
+        self._look_for_progress()  # now: what was long has perhaps just ended
         phase = self._beat.phase if (reading := Workers.awaited) is None else _awaits(reading)
         return Report(
             rank=self._rank,
@@ -232,7 +237,9 @@ class Watchdog:
                     reports[rank] = Report(**json.loads(notes.get(f"report/{rank}")))
             time.sleep(0.05)
         parted = parted_ways(list(reports.values()))
-        if parted is None and (only_paths or any(report.moving for report in reports.values())):
+        now = self._report()  # what this rank waited for may have come meanwhile
+        gets_on = any(report.moving for report in (*reports.values(), now)) or not (now.waits or Workers.awaited)
+        if parted is None and (only_paths or gets_on):
             if only_paths:
                 notes.set("only paths", "")
             notes.set("verdict", "null")

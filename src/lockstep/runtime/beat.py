@@ -48,6 +48,7 @@ class Beat:
             yield
         finally:
             if not outer:
+                self.tick()  # first: between the two it would be taken for stuck all that time
                 self._busy.discard(me)
 
     def at(self, phase: str) -> None:

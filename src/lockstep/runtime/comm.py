@@ -261,6 +261,7 @@ class Comm:
             return json.loads(text)["result"]
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)
+        self.beat.tick()
         answer = json.loads(self._store.get(key))
         if answer.get("refusal"):
             raise UserError(*answer["refusal"])
