@@ -55,9 +55,6 @@ BEGINNINGS = 3
 COINS = 10
 """In how many steps a forward is tried that draws a number for all samples: mixup in every third step, say."""
 
-TOO_FEW_SAMPLES = (ValueError, RuntimeError, IndexError)
-"""What functions raise that need more of them; full memory is a RuntimeError, too, and is handled before."""
-
 MORE = 10_000
 """What is added to a counter, to see whether anything depends on it."""
 
@@ -175,14 +172,10 @@ def coupled_metric(engine: Engine, read: Read, count: int, metrics: Mapping[str,
     with ExitStack() as everything:
         for function in (engine.plain_loss, *metrics.values()):
             everything.enter_context(put_back(places_of(engine.models, function)))
-        try:
+        with _too_few(engine) as raised:
             whole, apart = engine.evaluate([together], metrics), engine.evaluate(parts, metrics)
-        except torch.OutOfMemoryError:
-            raise
-        except TOO_FEW_SAMPLES:
-            if engine.pipeline is not None:  # other ranks are in the middle of it
-                raise
-            return "scores"
+    if raised:
+        return "scores"
     rounding = max(1e-2 if engine.precision != "fp32" else 0.0, engine.trial_rounding)
     for name, one in whole.items():
         far = max(abs(one.sum - apart[name].sum), abs(one.count - apart[name].count))
@@ -195,6 +188,20 @@ def untold(engine: Engine, stream: Any) -> Coupling:
     """What has to be taken for true of a stream of which nothing can be tried out."""
     cause = f"the stream {type(stream).__name__} can be read only once, and nobody can try out whether its samples "
     return Coupling(f"{cause}depend on those who share their forward", _batch_norms(engine)[1])
+
+
+@contextmanager
+def _too_few(engine: Engine) -> Iterator[list[Exception]]:
+    """Keeps what functions raise that need more samples than they get here. Full memory is something else."""
+    raised: list[Exception] = []
+    try:
+        yield raised
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError, IndexError) as error:
+        if engine.pipeline is not None:  # other ranks are in the middle of it
+            raise
+        raised.append(error)
 
 
 def _batch_norms(engine: Engine) -> tuple[list[_BatchNorm], str | None]:
@@ -231,42 +238,29 @@ def _refuse_unlike_ranks(engine: Engine, tried: Tried) -> None:
 def _gathers(engine: Engine, same: MicroBatch, others: MicroBatch) -> bool:
     """Whether the loss of a rank follows what samples the other data ranks have: it gathers them by itself."""
     mine = same if engine.layout.data_rank(engine.rank) == 0 else others
-    try:
+    with _too_few(engine) as raised:
         before, after = (engine.try_forward(one).by_rank[0] for one in (same, mine))
-    except torch.OutOfMemoryError:
-        raise
-    except TOO_FEW_SAMPLES:
-        return False  # too few samples for it, on all ranks alike
-    return abs(after - before) > engine.trial_rounding * abs(before)
+    return not raised and abs(after - before) > engine.trial_rounding * abs(before)
 
 
 def _learn_draws(engine: Engine, part: MicroBatch) -> None:
     """Another number of samples shows which dim of every draw follows it, before any numbers are compared."""
-    try:
+    with _too_few(engine):  # of which _cause tells
         engine.try_forward(part)
-    except torch.OutOfMemoryError:
-        raise
-    except TOO_FEW_SAMPLES:
-        if engine.pipeline is not None:  # other ranks are in the middle of it
-            raise
 
 
 def _follows(engine: Engine, comm: Comm, whole: MicroBatch, parts: Sequence[MicroBatch], first: Tried) -> str | None:
     """A buffer that follows the samples of a forward, as a cause; of those that change alike the engine is told."""
     if not any(comm.gather(bool(first.changed))):
         return None
-    try:
+    with _too_few(engine) as raised:
         alike, following = _told_apart(engine, [first, *(engine.try_forward(part) for part in parts)])
         if engine.pipeline is None:
             with _counted_ahead(engine, alike):  # where what begins to change later does so
                 later = _told_apart(engine, [engine.try_forward(one) for one in (whole, parts[0])])
             alike, following = alike | later[0], following | later[1]
-    except torch.OutOfMemoryError:
-        raise
-    except TOO_FEW_SAMPLES:
-        if engine.pipeline is not None:  # other ranks are in the middle of it
-            raise
-        return None  # of too few samples it is told elsewhere
+    if raised:
+        return None  # _cause tells of it
     everybodys = comm.gather([sorted(alike), sorted(following)])
     if names := {name for _, some in everybodys for name in some}:
         if engine.layout.data_size > 1:
@@ -319,14 +313,12 @@ def _cause_among_many(engine: Engine, comm: Comm, read: Read, count: int, part: 
             has_matrices = any(comm.gather(any(part.dim() > 1 for part in zeros.values())))
             for beginning in range(BEGINNINGS if has_matrices else 1):
                 with _begun(zeros, beginning):
-                    try:
+                    with _too_few(engine) as raised:
                         whole = engine.try_forward(together)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except TOO_FEW_SAMPLES:
-                        if not zeros or engine.pipeline is not None:  # else it may not take made-up numbers
-                            raise
+                    if raised and zeros:  # it may not take made-up numbers
                         break
+                    if raised:
+                        raise raised[0]
                     if whole.loss == 0:
                         none = f"{loss_line(engine.plain_loss)} gives 0 for the first {count} samples"
                         return f"{none}, which does not tell whether they depend on those who share their forward"
@@ -402,14 +394,10 @@ def _cause(
     """What couples samples that gave `whole` together, as their parts tell."""
     count = len(together.ids)
     sizes = f"{len(parts[0].ids)} and {len(parts[1].ids)} of them"
-    try:
+    with _too_few(engine) as raised:
         tried = [engine.try_forward(part) for part in parts]
-    except torch.OutOfMemoryError:
-        raise
-    except TOO_FEW_SAMPLES as error:
-        if engine.pipeline is not None:  # other ranks are in the middle of it
-            raise
-        return f"{loss_line(engine.plain_loss)} takes {count} samples in a forward, and not {sizes} ({error})"[:300]
+    if raised:
+        return f"{loss_line(engine.plain_loss)} takes {count} samples in a forward, and not {sizes} ({raised[0]})"[:300]
     weight = sum(one.weight for one in tried)
     loss = sum(one.loss for one in tried)
     scale = sum(abs(one.loss) for one in tried) + abs(whole.loss)
