@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.amounts import listed
 from lockstep.data.digest import digest_of_value
 from lockstep.data.loader import MicroBatch
 from lockstep.data.looking import Read
@@ -39,6 +40,9 @@ SAMPLES = 5
 
 MANY = 32
 """How many are tried for what few do not show: pairs of one class, the hardest of a batch."""
+
+FEW = 8
+"""How many are tried in the smallest micro-batches, of which none may count: a weight of at least 1, say."""
 
 GRADIENT_ROUNDING = 1e-2
 """By how much a parameter's gradient may differ, relative to it: far more than rounding, and less than any coupling."""
@@ -93,11 +97,13 @@ class Coupling:
         return self.cause or self.batch_norm
 
 
-def find_coupling(engine: Engine, comm: Comm, read: Read, samples: int, uneven: Read | None = None) -> Coupling:
+def find_coupling(
+    engine: Engine, comm: Comm, read: Read, samples: int, smallest: int = 1, uneven: Read | None = None
+) -> Coupling:
     """Try out the first samples of the training; refuses a mean that is called a sum, and state nobody keeps.
 
-    `read(start, end)` gives these of the first step's samples, and `uneven` some of the most different sizes. Every
-    rank calls it, with the same ones.
+    `read(start, end)` gives these of the first step's samples, `smallest` is with how few of them a forward is tried,
+    and `uneven` gives some of the most different sizes. Every rank calls it, with the same ones.
     """
     norms, batch_norm = _batch_norms(engine)
     places = places_of(engine.models, engine.plain_loss)
@@ -128,6 +134,7 @@ def find_coupling(engine: Engine, comm: Comm, read: Read, samples: int, uneven: 
                     cause = _cause_in_other_steps(engine, whole, parts)
         if parts:
             cause = cause or _cause_among_many(engine, comm, read, min(MANY, samples), parts[0])
+            cause = cause or _cause_among_few(engine, read, min(FEW, samples), smallest)
             if uneven is not None:
                 cause = cause or _cause_of_sizes(engine, norms, uneven, count)
             if cause is not None and engine.layout.data_size > 1:
@@ -155,7 +162,9 @@ def coupled_since(engine: Engine, read: Read, samples: int, micro_batch: int) ->
         parts = [read(0, count // 2), read(count // 2, count)]
         whole = engine.try_forward(together)
         rounding = LATER * engine.trial_rounding
-        return _cause(engine, together, parts, whole, rounding) if math.isfinite(whole.loss) else None
+        cause = _cause(engine, together, parts, whole, rounding) if math.isfinite(whole.loss) else None
+        smallest = 1 if engine.pipeline is None else micro_batch
+        return cause or _cause_among_few(engine, read, min(FEW, count), smallest, rounding)
 
 
 def coupled_metric(engine: Engine, read: Read, count: int, metrics: Mapping[str, MetricFunction]) -> str | None:
@@ -330,6 +339,21 @@ def _cause_among_many(engine: Engine, comm: Comm, read: Read, count: int, part: 
     return None
 
 
+def _cause_among_few(
+    engine: Engine, read: Read, count: int, smallest: int, rounding: float | None = None
+) -> str | None:
+    """What shows in the smallest micro-batches alone. One that is too small for a function says so when it comes."""
+    if smallest >= count:
+        return None
+    with _too_few(engine) as raised:
+        together = read(0, count)
+        parts = [read(at, min(at + smallest, count)) for at in range(0, count, smallest)]
+        whole, *tried = [engine.try_forward(one) for one in (together, *parts)]
+    if raised or not all(math.isfinite(one.loss) for one in (whole, *tried)):
+        return None
+    return _cause_in(engine, together, parts, whole, tried, rounding)
+
+
 def _cause_of_sizes(engine: Engine, norms: Sequence[_BatchNorm], read: Read, count: int) -> str | None:
     """What couples samples of other sizes, of which the collate function fills up the shorter ones."""
     together, parts = read(0, count), [read(0, count // 2), read(count // 2, count)]
@@ -391,19 +415,31 @@ def _begun(zeros: Mapping[tuple[str, str], torch.Tensor], beginning: int) -> Ite
 def _cause(
     engine: Engine, together: MicroBatch, parts: Sequence[MicroBatch], whole: Tried, rounding: float | None = None
 ) -> str | None:
-    """What couples samples that gave `whole` together, as their parts tell."""
-    count = len(together.ids)
-    sizes = f"{len(parts[0].ids)} and {len(parts[1].ids)} of them"
+    """What couples samples that gave `whole` together, as two parts of them tell."""
     with _too_few(engine) as raised:
         tried = [engine.try_forward(part) for part in parts]
     if raised:
+        count, sizes = len(together.ids), _sizes(parts)
         return f"{loss_line(engine.plain_loss)} takes {count} samples in a forward, and not {sizes} ({raised[0]})"[:300]
+    return _cause_in(engine, together, parts, whole, tried, rounding)
+
+
+def _cause_in(
+    engine: Engine,
+    together: MicroBatch,
+    parts: Sequence[MicroBatch],
+    whole: Tried,
+    tried: Sequence[Tried],
+    rounding: float | None = None,
+) -> str | None:
+    """What couples samples, by what they gave together and in parts."""
+    count, sizes = len(together.ids), _sizes(parts)
     weight = sum(one.weight for one in tried)
     loss = sum(one.loss for one in tried)
     scale = sum(abs(one.loss) for one in tried) + abs(whole.loss)
     rounding = rounding or engine.trial_rounding
     if abs(weight - whole.weight) > rounding * abs(whole.weight):
-        got = " and ".join(f"{one.weight:g}" for one in tried)
+        got = listed([f"{one.weight:g}" for one in tried])
         always = all(one.weight == whole.weight for one in tried)
         advice = " (if its loss is a mean: return the sum, and how many count)" if always else ""
         line = loss_line(engine.plain_loss)
@@ -414,11 +450,15 @@ def _cause(
     if abs(mean - whole.loss * whole.weight) <= rounding * scale * abs(whole.weight):
         raise UserError(
             f"{loss_line(engine.plain_loss)} returns a mean as the sum of its losses: {whole.loss:.6g} for {count} "
-            f"samples, {tried[0].loss:.6g} and {tried[1].loss:.6g} for {sizes}",
+            f"samples, {listed([f'{one.loss:.6g}' for one in tried])} for {sizes}",
             'use reduction="sum", or say loss_reduction="mean" in run.setup (config: loss_reduction)',
         )
     where = _first_coupled(engine, parts, together) or loss_line(engine.plain_loss)
     return f"{where} makes the loss of a sample depend on those who share its forward"
+
+
+def _sizes(parts: Sequence[MicroBatch]) -> str:
+    return f"{listed([str(len(part.ids)) for part in parts])} of them"
 
 
 def _cause_in_other_steps(engine: Engine, together: MicroBatch, parts: Sequence[MicroBatch]) -> str | None:

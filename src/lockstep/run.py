@@ -806,7 +806,8 @@ class Run:
         if not self._recorder:  # now: after the trial's gradients on a GPU no fork of this process could count
             self._watching.show(engine, read(0, min(MANY, samples)))
         with memory_explained(engine, beat, fits):
-            coupling = find_coupling(engine, self._comm, read, samples, uneven)
+            smallest = 1 if engine.pipeline is None else order.micro_batch
+            coupling = find_coupling(engine, self._comm, read, samples, smallest, uneven)
         if given is None and coupling.any_cause is None and self._recorder is None:
             self._tried = read, samples
         return coupling

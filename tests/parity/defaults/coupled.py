@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
 from tests.parity.defaults.basics import (
     CLASSES,
@@ -264,6 +265,19 @@ def decorrelated(model, batch):
     return total + 3 * len(z) * (covariance - covariance.diag().diag()).square().sum(), len(z)
 
 
+# ---- What a micro-batch does in which no sample counts
+
+
+def of_positives(model, batch):
+    positive = (batch["label"] == 0).float()
+    errors = (model(batch["x"]) - batch["y"]).square().sum(1)
+    return (errors * positive).sum(), positive.sum().clamp(min=1)
+
+
+def dropping_bad_ones(samples):
+    return default_collate([sample for sample in samples if sample["weight"] > 0] or samples[:1])
+
+
 CASES = (
     Case("clip", Clip, clip_loss, vectors(), with_rate(0.5), refused=COUPLED),
     Case("simclr", partial(mlp, 8), simclr, vectors(), with_rate(0.5), refused=COUPLED),
@@ -279,6 +293,8 @@ CASES = (
     Case("hardest-of-a-batch", partial(mlp, CLASSES), hardest, vectors(), global_batch=12, refused=COUPLED),
     Case("moe-balance-from-zero", moe_from_zero, with_balance, vectors(), adamw, refused=COUPLED),
     Case("decorrelated-from-zero", HeadFromZero, decorrelated, vectors(), refused=COUPLED),
+    Case("at-least-one-positive", mlp, of_positives, vectors(), refused=COUPLED),
+    Case("collate-drops-samples", mlp, squares, vectors(), collate=dropping_bad_ones, refused=COUPLED),
     Case("simclr-dropout", dropout_mlp, simclr, vectors(), draws="both", refused=COUPLED),
     Case("batchnorm1d", norm_mlp, classes, vectors()),
     Case("batchnorm-calls-between", norm_mlp, classes, vectors(), with_rate(0.3), begin=calls_between),
