@@ -8,7 +8,7 @@ turns in every round, and how far it is from itself says how much the machine al
 In the same rounds the sizes halfway between the command's own (by factors of two) are measured by hand; what the curve
 through the command's sizes, and its alpha and beta, predict for them is compared with that, medians with medians.
 
-With --rate each rank is on a host of its own behind a slow cable (lab/network.py): there a call takes what the cable
+With --rate each rank is on a host of its own behind a slow cable (lab/cables.py): there a call takes what the cable
 takes, and not what the machine's scheduler makes of it.
 """
 
@@ -30,16 +30,16 @@ import torch
 import torch.distributed as dist
 from measuring import FOLDER, Say, in_turn, machine_text, options_of, past_the_console, start_ranks
 
+from lockstep.checkup.bench import SECONDS_A_POINT, sweep
 from lockstep.cli.bench import parse_sizes
 from lockstep.cli.options import parse_size
-from lockstep.comm.bench import SECONDS_A_POINT, sweep
-from lockstep.comm.fit import Curve, fit_link
-from lockstep.comm.model import Collective
-from lockstep.lab.network import run_on_own_network
+from lockstep.lab.cables import run_on_own_network
 from lockstep.launch.probe import Seat, first_trouble
 from lockstep.layout import Layout
+from lockstep.links.cost import Collective
+from lockstep.links.fit import Curve, fit_link
 from lockstep.runtime.comm import Comm, gather_into, scatter_sums_into  # torch's own, under either name
-from lockstep.runtime.place import find_place
+from lockstep.runtime.rank_env import find_place
 
 SIZES = "1kB:16MB"
 CHOSEN: tuple[Collective, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")

@@ -58,7 +58,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lockstep
-from lockstep.checkpoint.format import read_index, step_folder
+from lockstep.checkpoint.disk.format import read_index, step_folder
 from lockstep.checkpoint.manage import Checkpoints
 from lockstep.engine import Engine
 from lockstep.run import Run

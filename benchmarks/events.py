@@ -33,16 +33,16 @@ from torch import nn
 from lockstep.data.loader import MicroBatch, StepBatch
 from lockstep.data.order import Position
 from lockstep.engine import StepResult
-from lockstep.events import EventLog
 from lockstep.faults.stragglers import StragglerWatch, ranks_event
-from lockstep.journal import Journal
 from lockstep.layout import Layout
-from lockstep.memory import peak_bytes
+from lockstep.observe.clock import StepClock
+from lockstep.observe.journal import Journal
+from lockstep.observe.telemetry import Telemetry, machine_event
+from lockstep.record.log import EventLog
 from lockstep.runtime.garbage import GarbageCollection
-from lockstep.runtime.place import find_place
-from lockstep.runtime.telemetry import Telemetry, machine_event
-from lockstep.runtime.waiting import StepClock
+from lockstep.runtime.rank_env import find_place
 from lockstep.sinks.tensorboard import TensorBoard
+from lockstep.trial.fits import peak_bytes
 
 STEP_SECONDS = 0.01
 STEPS_OF_A_TURN = 500

@@ -12,9 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
-from lockstep.comm.model import Collective, Link, bus_factor, predict
-from lockstep.planner.hardware import Machine
-from lockstep.planner.machines import find_machine
+from lockstep.links.cost import Collective, Link, bus_factor, predict
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.machine.hardware import Machine
 
 MACHINES = {
     "A100 (vTrain box)": "A100-SXM-80",

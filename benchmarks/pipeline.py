@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lockstep.join import init
+from lockstep.init_run import init
 from lockstep.run import Run
 
 RANKS = 2

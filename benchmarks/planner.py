@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py --cases benchmarks/published/cases.csv
     python benchmarks/planner.py --cases FILE.csv --json
-    python benchmarks/planner.py --refit            # what the constants of planner/speeds.py would be, by stack
+    python benchmarks/planner.py --refit            # what the constants of planner/machine/speeds.py would be, by stack
 
 `shipped` uses the constants of the library. `held out` leaves out all rows of one model, fits the four constants of its
 stack to the others, and scores the rows that were left out; so no row is judged by constants that have seen its model.
@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import charts, svg
 from lockstep.errors import UserError
-from lockstep.planner.checks import verdict
-from lockstep.planner.memory import estimate_memory
+from lockstep.planner.cost.checks import verdict
+from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.cost.step_time import estimate_time
+from lockstep.planner.machine.speeds import Speeds, speeds_of
 from lockstep.planner.published import Case, read_cases
-from lockstep.planner.speeds import Speeds, speeds_of
-from lockstep.planner.step_time import estimate_time
+from lockstep.text import charts, svg
 
 CASES = Path(__file__).with_name("published") / "cases.csv"
 FITTED = ("matmul", "traffic", "attention", "contention")
@@ -308,7 +308,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, default=CASES, help="a table with the columns of the published cases")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
-    parser.add_argument("--refit", action="store_true", help="print what the constants of planner/speeds.py would be")
+    parser.add_argument(
+        "--refit", action="store_true", help="print what the constants of planner/machine/speeds.py would be"
+    )
     parser.add_argument("--plot", type=Path, help="draw measured against predicted times as an SVG")
     options = parser.parse_args()
     try:

@@ -25,14 +25,14 @@ from typing import Any, Literal
 # Some virtual machines name AMX among the CPU's features and kill the process that uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from lockstep.comm.model import Link
 from lockstep.layout import Layout
-from lockstep.planner.estimate import Memory
-from lockstep.planner.hardware import Gpu, Machine
-from lockstep.planner.job import Job
-from lockstep.planner.memory import estimate_memory
-from lockstep.planner.model import Shape
-from lockstep.planner.transformer import transformer
+from lockstep.links.cost import Link
+from lockstep.planner.cost.estimate import Memory
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.model.parts import Shape
+from lockstep.planner.model.transformer import transformer
 
 STEPS = 3
 WANTED = 0.05

@@ -20,11 +20,11 @@ from statistics import median
 from typing import Any, Literal
 
 from lockstep.layout import Layout
-from lockstep.planner.job import Job
-from lockstep.planner.machines import find_machine
-from lockstep.planner.model import Shape
-from lockstep.planner.step_time import estimate_time
-from lockstep.planner.transformer import transformer
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.step_time import estimate_time
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.model.parts import Shape
+from lockstep.planner.model.transformer import transformer
 
 WANTED = 0.20
 WARM_UP, BATCHES, STEPS = 5, 5, 4

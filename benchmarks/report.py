@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.events import without_non_finite
+from lockstep.record.log import without_non_finite
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 30.0

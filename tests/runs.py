@@ -2,7 +2,7 @@
 
 `write_run(folder, Made(...))` writes the `events.jsonl` of a run of so many steps and ranks, with restarts and problems
 as asked for. All of it is arithmetic, so that a test can say what a reader should find. Every event is one that
-`lockstep.events.validate` accepts.
+`lockstep.record.log.validate` accepts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lockstep.event_schema import Event
-from lockstep.events import without_non_finite
 from lockstep.faults.stragglers import StragglerWatch
 from lockstep.layout import Layout
+from lockstep.record.events import Event
+from lockstep.record.log import without_non_finite
 
 BEGIN = 1_760_000_000.0
 GB = 10**9

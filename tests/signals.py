@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from lockstep.faults import early
+from lockstep.runtime import stop_signals as early
 
 
 @contextlib.contextmanager

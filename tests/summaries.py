@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lockstep.page.summary import (
+from lockstep.page.reading.summary import (
     AttemptSummary,
     Compared,
     GpuSummary,

@@ -19,30 +19,30 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
-    from lockstep.config import Config
+    from lockstep.config.schema import Config
     from lockstep.data.corpora import TokenDataset
     from lockstep.engine import Engine, StepResult
-    from lockstep.join import init
+    from lockstep.init_run import init
     from lockstep.layout import Layout
+    from lockstep.load_run import generate, load
     from lockstep.run import Run
-    from lockstep.scoring import Metric
+    from lockstep.step.scoring import Metric
     from lockstep.trainer import Trainer
-    from lockstep.use import generate, load
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Config": "config",
+    "Config": "config.schema",
     "Engine": "engine",
     "Layout": "layout",
-    "Metric": "scoring",
+    "Metric": "step.scoring",
     "Run": "run",
     "StepResult": "engine",
     "TokenDataset": "data.corpora",
     "Trainer": "trainer",
-    "generate": "use",
-    "init": "join",
-    "load": "use",
+    "generate": "load_run",
+    "init": "init_run",
+    "load": "load_run",
 }
 
 __all__ = [

@@ -23,40 +23,33 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.arguments import check_has_gradient, check_is_tensor, check_made, no_backward
-from lockstep.attention import attend_with, fastest_kernels
-from lockstep.between import BetweenSteps
-from lockstep.config import Attention, Compile, Format, NumericsConfig, RecoverConfig
-from lockstep.coupling import Tried
+from lockstep.config.arguments import check_has_gradient, check_is_tensor, check_made, no_backward
+from lockstep.config.schema import Attention, Compile, Format, NumericsConfig, RecoverConfig
 from lockstep.data.loader import MicroBatch, StepBatch, in_groups
 from lockstep.data.transfer import HostCopy, Transfers
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.faults.invariants import Invariants
-from lockstep.faults.memory import memory_explained
 from lockstep.faults.nonfinite import Counted, loss_not_finite
+from lockstep.faults.out_of_memory import memory_explained
 from lockstep.faults.recover import Alarm, BufferCopies, Recovery
 from lockstep.faults.requests import Requests
-from lockstep.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.layout import Layout
-from lockstep.optim import has_step_hooks, use_fused_kernels, with_empty_groups
-from lockstep.parallel.alone import WholeSteps
-from lockstep.parallel.apply import Look, ParallelModel
-from lockstep.parallel.buffers import ForwardBuffers
-from lockstep.parallel.calls import PipelinedCalls
-from lockstep.parallel.compile import compile_whole, compiled_calls, tag_compiled_code
-from lockstep.parallel.context import cut_sequences, sequence_length
-from lockstep.parallel.cut import Along, gather
-from lockstep.parallel.elementwise import refuse_closure, refuse_coupled
-from lockstep.parallel.materialise import named_tensors
-from lockstep.parallel.names import refuse_extra_state, state_dict_names
-from lockstep.parallel.shard import call_gathered, read_elsewhere, weights_read_by_their_modules
-from lockstep.parallel.shown import Showing, Shown
-from lockstep.parallel.statistics import batch_norms, not_counting
-from lockstep.parallel.stay import ParametersStay
-from lockstep.parallel.team import in_order
-from lockstep.parallel.trainable import Trainable
-from lockstep.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
-from lockstep.rates import Rates
+from lockstep.parallel.build.apply import Look, ParallelModel
+from lockstep.parallel.build.compile import compile_whole, compiled_calls, tag_compiled_code
+from lockstep.parallel.build.materialise import named_tensors
+from lockstep.parallel.build.names import refuse_extra_state, state_dict_names
+from lockstep.parallel.pipeline.calls import PipelinedCalls
+from lockstep.parallel.replicate.buffers import ForwardBuffers
+from lockstep.parallel.replicate.shard import call_gathered, read_elsewhere, weights_read_by_their_modules
+from lockstep.parallel.replicate.statistics import batch_norms, not_counting
+from lockstep.parallel.tensor.context import cut_sequences, sequence_length
+from lockstep.parallel.tensor.cut import Along, gather
+from lockstep.parallel.tensor.team_grads import in_order
+from lockstep.parallel.whole.alone import WholeSteps
+from lockstep.parallel.whole.between import BetweenSteps
+from lockstep.parallel.whole.shown import Showing, Shown
+from lockstep.parallel.whole.stay import ParametersStay
+from lockstep.parallel.whole.trainable import Trainable
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.draws import SCORING, SampleDraws, has_moved
@@ -68,11 +61,16 @@ from lockstep.runtime.seeds import (
     seed_of,
     seed_torch,
 )
-from lockstep.scoring import Metric, MetricFunction, checked_pair
+from lockstep.step.attention import attend_with, fastest_kernels
+from lockstep.step.elementwise import refuse_closure, refuse_coupled
+from lockstep.step.grads import global_norm, gradient_scale, local_gradients, scale_gradients
+from lockstep.step.optim import OptimizerFactory, Schedule, has_step_hooks, use_fused_kernels, with_empty_groups
+from lockstep.step.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
+from lockstep.step.rates import Rates
+from lockstep.step.scoring import Metric, MetricFunction, checked_pair
+from lockstep.trial.coupling import Tried
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, int | float | torch.Tensor]]
-OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ class Engine:
         self.seed_between_steps()
 
     def hidden(self) -> AbstractContextManager[None]:
-        """Inside, the model is what this rank computes with. Elsewhere it shows whole tensors: parallel/shown.py."""
+        """Inside, the model is what this rank computes with. Elsewhere it shows whole tensors (parallel/whole)."""
         return self._showing.hidden()
 
     def when_data_is_known(self, prepare: Callable[[Look], None]) -> None:

@@ -12,7 +12,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh axes, outermost first: the talkative ones (tp, then cp) stay inside a node."""
 
 AUTO = "auto"
-"""The text for a layout that is chosen for the model and the machine (choosing.py)."""
+"""The text for a layout that is chosen for the model and the machine (planner/search/layout_auto.py)."""
 
 AXIS_MEANING = {
     "pp": "pipeline stages",

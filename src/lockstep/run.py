@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from lockstep.arguments import check_counts, check_dataset, check_setup, checked_builder, named
-from lockstep.cadence import parse_duration
-from lockstep.checkpoint.code import refuse_changed_code
-from lockstep.checkpoint.export import check_target, export
-from lockstep.checkpoint.format import Group, open_or_refuse, step_folder
+from lockstep.checkpoint.disk.code import refuse_changed_code
+from lockstep.checkpoint.disk.format import Group, open_or_refuse, step_folder
+from lockstep.checkpoint.exchange.export import check_target, export
 from lockstep.checkpoint.manage import Checkpoints
 from lockstep.checkpoint.resume import cut_as_before
 from lockstep.checkpoint.state import check_groups, optimizer_groups
-from lockstep.config import (
+from lockstep.config.arguments import check_counts, check_dataset, check_setup, checked_builder, named
+from lockstep.config.cadence import parse_duration
+from lockstep.config.schema import (
     Attention,
     BatchNorm,
     Compile,
@@ -46,7 +46,6 @@ from lockstep.config import (
     shard_config,
     tensor_config,
 )
-from lockstep.coupling import MANY, SAMPLES, Coupling, coupled_metric, coupled_since, find_coupling, untold
 from lockstep.data.alike import EVALUATION, DataCheck
 from lockstep.data.loader import (
     Collate,
@@ -65,26 +64,22 @@ from lockstep.data.looking import first_micro_batch, first_samples, second_of, u
 from lockstep.data.order import Order, Position
 from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder
-from lockstep.engine import Engine, LossFunction, OptimizerFactory, Schedule, StepResult
+from lockstep.engine import Engine, LossFunction, StepResult
 from lockstep.errors import UserError, unknown
-from lockstep.events import EventLog, without_non_finite
-from lockstep.explain import describe
-from lockstep.faults import early
 from lockstep.faults.emergency import on_uncaught, refused_alike, save_in_emergency
-from lockstep.faults.failure import is_ours, lines_of
-from lockstep.faults.memory import memory_explained
+from lockstep.faults.out_of_memory import memory_explained
 from lockstep.faults.recover import Alarm, Recovery, Surroundings
 from lockstep.faults.requests import STOPS, Requests
 from lockstep.faults.stop import StopConditions
 from lockstep.faults.watchdog import Watchdog
-from lockstep.folder import REPORT, RunFolder, take_back
-from lockstep.journal import Journal
-from lockstep.launch import AGREED
 from lockstep.layout import Layout
-from lockstep.memory import largest_micro_batch, rank_memory
-from lockstep.micro_batch import coupled_micro_batch, default_micro_batch, micro_batch_warnings, refuse_gathering
+from lockstep.observe.clock import StepClock
+from lockstep.observe.journal import Journal
+from lockstep.observe.monitor import Watching
+from lockstep.observe.output import show_run
+from lockstep.observe.settings import script_settings
 from lockstep.page.report import leave_report
-from lockstep.parallel.apply import (
+from lockstep.parallel.build.apply import (
     Cutting,
     Look,
     build_and_plan,
@@ -93,23 +88,28 @@ from lockstep.parallel.apply import (
     parallelize_pipeline,
     synchronises,
 )
-from lockstep.parallel.compile import check_compile, keep_on_disk
-from lockstep.parallel.statistics import batch_norm_line
-from lockstep.parallel.tensorplan import most_ranks
-from lockstep.parallel.timetable import check_micro_batches
-from lockstep.planner.model import Model
-from lockstep.precision import check_can_compute
-from lockstep.recording import Recorder, VerifySettings
+from lockstep.parallel.build.compile import check_compile, keep_on_disk
+from lockstep.parallel.pipeline.timetable import check_micro_batches
+from lockstep.parallel.replicate.statistics import batch_norm_line
+from lockstep.parallel.tensor.plan_matrices import most_ranks
+from lockstep.planner.model.parts import Model
+from lockstep.prove.explain import describe
+from lockstep.prove.recording import Recorder, VerifySettings
+from lockstep.record.failure import is_ours, lines_of
+from lockstep.record.folder import REPORT, RunFolder, take_back
+from lockstep.record.identity import LocalCode
+from lockstep.record.log import EventLog, without_non_finite
+from lockstep.runtime import stop_signals
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
-from lockstep.runtime.identity import LocalCode
-from lockstep.runtime.output import show_run
-from lockstep.runtime.place import cpus_per_rank
-from lockstep.runtime.waiting import StepClock
-from lockstep.scoring import Metric, MetricFunction, Perplexity
-from lockstep.settings import script_settings
-from lockstep.watching import Watching
+from lockstep.runtime.rank_env import AGREED, cpus_per_rank
+from lockstep.step.optim import OptimizerFactory, Schedule
+from lockstep.step.precision import check_can_compute
+from lockstep.step.scoring import Metric, MetricFunction, Perplexity
+from lockstep.trial.coupling import MANY, SAMPLES, Coupling, coupled_metric, coupled_since, find_coupling, untold
+from lockstep.trial.fits import largest_micro_batch, rank_memory
+from lockstep.trial.micro_batch import coupled_micro_batch, default_micro_batch, micro_batch_warnings, refuse_gathering
 
 MOST_WORKERS = 8
 LOOKS_EVERY = 250
@@ -198,8 +198,8 @@ class Run:
         self._watchdog.start()
         self._watching.start()
         if threading.current_thread() is threading.main_thread():
-            atexit.unregister(early.ignore)
-            atexit.register(early.ignore)  # after whatever else is done then: no stop changes the code any more
+            atexit.unregister(stop_signals.ignore)
+            atexit.register(stop_signals.ignore)  # after whatever else is done then: no stop changes the code any more
             self.requests.heard = self._heard
             self.requests.listen()
         atexit.register(self._at_exit)
@@ -996,7 +996,7 @@ class Run:
             self._stop_if_agreed()
 
     def _stop_if_agreed(self) -> None:
-        for request, code in early.CODES.items():
+        for request, code in stop_signals.CODES.items():
             if request in self.requests.agreed:
                 self.requests.settle()
                 if "scratch" in self._launch:

@@ -15,18 +15,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.arguments import named
-from lockstep.cadence import Cadence
-from lockstep.config import Config, Layer, resolve, to_toml
+from lockstep.config.arguments import named
+from lockstep.config.cadence import Cadence
+from lockstep.config.schema import Config, Layer, resolve, to_toml
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, StepResult
-from lockstep.folder import write_config
-from lockstep.join import init
-from lockstep.optim import optimizer_factory, schedule_function
-from lockstep.planner.models import find_model
+from lockstep.init_run import init
+from lockstep.planner.model.find_model import find_model
 from lockstep.recipes.task import task_of
+from lockstep.record.folder import write_config
 from lockstep.run import Run
-from lockstep.scoring import Metric
+from lockstep.step.optim import optimizer_factory, schedule_function
+from lockstep.step.scoring import Metric
 
 SAMPLE_LENGTH = 240
 TEMPERATURE = 0.7

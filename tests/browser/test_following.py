@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.events import without_non_finite
+from lockstep.record.log import without_non_finite
 from tests.browser.conftest import OpenPage
 from tests.browser.looking import drag, draw_all, panel
 from tests.cli.commands import events

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.comm.measured import read_bench
+from lockstep.links.measured import read_bench
 from tests.cli.commands import LOCKSTEP, clean_environment, free_port, in_this_process, interrupt, lockstep
 from tests.hosts import hosts
 

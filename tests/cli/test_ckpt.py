@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lockstep as library
-from lockstep.checkpoint.export import export
-from lockstep.checkpoint.files import reading
-from lockstep.checkpoint.foreign import import_weights
-from lockstep.checkpoint.format import read_index
-from lockstep.checkpoint.load import read_whole
-from lockstep.checkpoint.pick import pick
-from lockstep.config import from_toml
+from lockstep.checkpoint.disk.files import reading
+from lockstep.checkpoint.disk.format import read_index
+from lockstep.checkpoint.disk.load import read_whole
+from lockstep.checkpoint.disk.pick import pick
+from lockstep.checkpoint.exchange.export import export
+from lockstep.checkpoint.exchange.foreign import import_weights
+from lockstep.config.schema import from_toml
 from lockstep.recipes.task import task_of
 from tests.cli import commands
 from tests.cli.commands import SMALL_LM

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lockstep.cli import compare as command
-from lockstep.config import Config
-from lockstep.contenders import Contender
+from lockstep.compare.contenders import Contender
+from lockstep.config.schema import Config
 from lockstep.errors import UserError
-from lockstep.events import EventLog
 from lockstep.launch.supervise import Outcome
+from lockstep.record.log import EventLog
 from tests.cli.commands import in_this_process, lockstep
 from tests.unit.test_events import EXAMPLES
 

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.config import Layer, parse_assignments, resolve
-from lockstep.planner import trace
-from lockstep.planner.job import Job
-from lockstep.planner.search_show import MOST_ROWS
+from lockstep.config.schema import Layer, parse_assignments, resolve
+from lockstep.planner.cost.job import Job
+from lockstep.planner.show.search_table import MOST_ROWS
+from lockstep.planner.trace import count as trace
 from tests.cli.commands import in_this_process, run
 
 WIDE = {"COLUMNS": "100"}

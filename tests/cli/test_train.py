@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.faults.failure import short_host
+from lockstep.record.failure import short_host
 from tests.cli.commands import events, in_this_process, interrupt, lockstep, ranks_of, start, started_for
 from tests.patience import wait_for
 

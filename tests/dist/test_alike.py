@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.checkpoint.format import read_index, step_folder
+from lockstep.checkpoint.disk.format import read_index, step_folder
 from lockstep.data.alike import sample_digests
 from lockstep.data.loader import Reading
 from lockstep.errors import UserError
-from lockstep.events import read_events
-from lockstep.faults.failure import short_host
-from lockstep.runtime import identity
+from lockstep.record import identity
+from lockstep.record.failure import short_host
+from lockstep.record.log import read_events
 from tests.parity.problems import join
 from tests.ranks import Job, RankPool
 
@@ -39,7 +39,7 @@ def refusal(job: Job, layouts: list[str], odd: dict[str, Any], told: dict[str, A
         return facts | {kind: facts[kind] | values for kind, values in odd.items() if is_odd}
 
     try:
-        with mock.patch("lockstep.join.facts_of", facts_of):
+        with mock.patch("lockstep.init_run.facts_of", facts_of):
             join(job, layouts[is_odd], **(told if is_odd else {})).leave()
     except UserError as error:
         return str(error), dist.is_initialized()
@@ -254,8 +254,8 @@ def test_what_is_imported_late_and_has_changed_since_the_checkpoint_is_refused_t
 
 
 def test_facts_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.config import LaunchConfig
-    from lockstep.runtime.place import find_place
+    from lockstep.config.schema import LaunchConfig
+    from lockstep.runtime.rank_env import find_place
 
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     facts = identity.facts_of(identity.LocalCode(), LaunchConfig(nproc=2), find_place({}), "cpu", "gloo")

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.bench import COLLECTIVES, Work, measure_pairs, sweep
-from lockstep.comm.links import find_slow
-from lockstep.comm.measured import Row
+from lockstep.checkup.bench import COLLECTIVES, Work, measure_pairs, sweep
 from lockstep.layout import Layout
+from lockstep.links.measured import Row
+from lockstep.links.slow_links import find_slow
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.place import Place
+from lockstep.runtime.rank_env import Place
 from tests.ranks import Job
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def too_much(job: Job, longest: float) -> list[Row]:
     group = comm.group("dp")
     assert group is not None
     huge = 10**15
-    with mock.patch("lockstep.comm.bench.LONGEST_CALL", longest):
+    with mock.patch("lockstep.checkup.bench.LONGEST_CALL", longest):
         rows = list(sweep(comm, "dp", group, "broadcast", [4000, huge, 2 * huge], CPU, seconds=0.01))
     comm.close()
     return rows

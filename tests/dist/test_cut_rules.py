@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lockstep.errors import UserError
-from lockstep.parallel.cut import Along, along_of, gather, mark, take, whole_of
+from lockstep.parallel.tensor.cut import Along, along_of, gather, mark, take, whole_of
 from lockstep.runtime.axis import Axis
 from tests.parity.problems import error_of
 from tests.ranks import Job, RankPool

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.events import read_events
 from lockstep.layout import Layout
-from lockstep.scoring import Metric
+from lockstep.record.log import read_events
+from lockstep.step.scoring import Metric
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

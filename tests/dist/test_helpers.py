@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError
-from lockstep.join import SECONDS_FOR_THE_WATCHDOG
+from lockstep.init_run import SECONDS_FOR_THE_WATCHDOG
 from lockstep.layout import Layout
 from tests.parity.problems import (
     GLOBAL_BATCH,

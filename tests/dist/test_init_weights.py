@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel import materialise
+from lockstep.parallel.build import materialise
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

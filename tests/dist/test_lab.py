@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lockstep.comm.model import ALGORITHMS, Algorithm, Collective, Link, check_algorithm, predict
 from lockstep.errors import UserError
 from lockstep.lab import draw_collective, draw_layout
 from lockstep.lab.collectives import Seen, Shown, cost_of, put_together, run_once
@@ -30,7 +29,8 @@ from lockstep.lab.layouts import (
 )
 from lockstep.lab.wire import Transfer
 from lockstep.launch.probe import Seat
-from lockstep.runtime.place import Place
+from lockstep.links.cost import ALGORITHMS, Algorithm, Collective, Link, check_algorithm, predict
+from lockstep.runtime.rank_env import Place
 from tests.ranks import Job, RankPool
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.event_schema import Event
-from lockstep.events import read_events
-from lockstep.runtime.telemetry import Telemetry
-from lockstep.toml import read_toml
+from lockstep.config.toml import read_toml
+from lockstep.observe.telemetry import Telemetry
+from lockstep.record.events import Event
+from lockstep.record.log import read_events
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.event_schema import Event, validate
-from lockstep.events import read_events
 from lockstep.lab.pipeline import needs
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import Action, Kind, timetable
+from lockstep.parallel.pipeline.timetable import Action, Kind, timetable
+from lockstep.record.events import Event, validate
+from lockstep.record.log import read_events
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.page.advice import advise
+from lockstep.page.advice.choose import advise
 from lockstep.page.panels import Advice
-from lockstep.page.reading import RunReader
+from lockstep.page.reading.reader import RunReader
 from tests.cli.commands import lockstep
 from tests.dist.test_stragglers import SlowBackward, SlowTexts
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss

@@ -22,7 +22,7 @@ from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.run import Run
-from lockstep.scoring import Metric
+from lockstep.step.scoring import Metric
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,

@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
-from lockstep.event_schema import Event
-from lockstep.events import read_events
-from lockstep.trace_digest import digest_trace
+from lockstep.observe.trace_digest import digest_trace
+from lockstep.record.events import Event
+from lockstep.record.log import read_events
 from tests.marks import others_slow
 from tests.parity.problems import RaggedTexts, Stream, TinyGPT, adamw, join, text_loss, unfinished
 from tests.ranks import Job, RankPool
@@ -174,7 +174,7 @@ def test_a_step_that_was_never_done_is_no_profile(ranks: RankPool) -> None:
 
 
 def large(job: Job) -> Any:
-    with mock.patch("lockstep.profiling.MOST_BYTES", 1000):
+    with mock.patch("lockstep.observe.profiling.MOST_BYTES", 1000):
         _, events = train(job, "single", "large", profile="3-4")
     (path,) = (job.folder / "large" / "profile").iterdir()
     return events, look_at(path)
@@ -194,7 +194,7 @@ def test_a_large_trace_is_written_and_not_looked_through(ranks: RankPool) -> Non
 
 
 def failing(job: Job) -> Any:
-    broken = mock.patch("lockstep.profiling.os.replace", side_effect=OSError("no room"))
+    broken = mock.patch("lockstep.observe.profiling.os.replace", side_effect=OSError("no room"))
     plain, _ = train(job, "dp=2", "plain")
     with broken if job.rank == 1 else nullcontext():
         losses, events = train(job, "dp=2", "profiled", profile="2-3", profile_ranks="all")

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import lockstep.checkpoint.save
-from lockstep.checkpoint.files import write_shard
+from lockstep.checkpoint.disk.files import write_shard
 from lockstep.errors import SaveError, UserError
-from lockstep.events import read_events
 from lockstep.layout import Layout
+from lockstep.record.log import read_events
 from tests.parity.problems import (
     GLOBAL_BATCH,
     RaggedTexts,

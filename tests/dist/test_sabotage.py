@@ -24,22 +24,25 @@ from torch.utils.data import Dataset
 import lockstep.engine
 import lockstep.run
 import lockstep.runtime.seeds
-from lockstep.causes import Verdict, judge
-from lockstep.config import LaunchConfig
+from lockstep.config.schema import LaunchConfig
 from lockstep.data.order import Order
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, create_folder
-from lockstep.grads import global_norm, gradient_scale
 from lockstep.layout import Layout
-from lockstep.parallel import gradients, replicate, team, tensor
-from lockstep.parallel.cut import Along, Parts, along_of, mark, plain, take
-from lockstep.parallel.rules import products
-from lockstep.parallel.statistics import RunningStatistics
-from lockstep.parallel.tensor import Role, Slice
-from lockstep.recording import Recording, keep_blocks, read_recording
+from lockstep.parallel.replicate import buckets as replicate
+from lockstep.parallel.replicate import gradients
+from lockstep.parallel.replicate.statistics import RunningStatistics
+from lockstep.parallel.tensor import modules as tensor
+from lockstep.parallel.tensor import team_grads as team
+from lockstep.parallel.tensor.cut import Along, Parts, along_of, mark, plain, take
+from lockstep.parallel.tensor.modules import Role, Slice
+from lockstep.parallel.tensor.rules import products
+from lockstep.prove.causes import Verdict, judge
+from lockstep.prove.recording import Recording, keep_blocks, read_recording
+from lockstep.prove.verify import Comparison, prove
+from lockstep.record.folder import RunFolder, create_folder
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
-from lockstep.verify import Comparison, prove
+from lockstep.step.grads import global_norm, gradient_scale
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

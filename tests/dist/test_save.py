@@ -15,14 +15,14 @@ import torch
 
 import lockstep
 from lockstep.checkpoint import save as saving
-from lockstep.checkpoint.attempts import begin_attempt
-from lockstep.checkpoint.files import verify_checkpoint, write_shard
-from lockstep.checkpoint.foreign import import_weights
-from lockstep.checkpoint.format import DamageError, Group, OptimizerState, steps_on_disk
+from lockstep.checkpoint.disk.attempts import begin_attempt
+from lockstep.checkpoint.disk.files import verify_checkpoint, write_shard
+from lockstep.checkpoint.disk.format import DamageError, Group, OptimizerState, steps_on_disk
+from lockstep.checkpoint.exchange.foreign import import_weights
 from lockstep.checkpoint.manage import kept_no_longer
 from lockstep.checkpoint.state import merge_optimizers
 from lockstep.errors import SaveError, UserError
-from lockstep.events import read_events
+from lockstep.record.log import read_events
 from lockstep.run import Run
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, error_of, join, text_loss, unfinished
 from tests.patience import wait_for

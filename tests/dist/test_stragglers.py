@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.event_schema import Event
-from lockstep.events import read_events
 from lockstep.layout import Layout
-from lockstep.runtime.waiting import StepClock
+from lockstep.observe.clock import StepClock
+from lockstep.record.events import Event
+from lockstep.record.log import read_events
 from tests.marks import others_slow
 from tests.parity.problems import Batch, RaggedTexts, Stream, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
@@ -98,7 +98,7 @@ def test_a_rank_that_is_slow_is_named_with_the_reason(ranks: RankPool, layout: s
 
 
 def train_without_hurry(job: Job) -> list[Event]:
-    with mock.patch("lockstep.runtime.waiting.SECONDS_BETWEEN_REPORTS", math.inf):
+    with mock.patch("lockstep.observe.clock.SECONDS_BETWEEN_REPORTS", math.inf):
         return train(job, "dp=2", "nobody")
 
 

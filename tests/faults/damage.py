@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.format import checkpoints_folder, step_folder, step_name
+from lockstep.checkpoint.disk.format import checkpoints_folder, step_folder, step_name
 
 GOOD_STEPS = (2, 4, 6)
 NEWEST = GOOD_STEPS[-1]

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.data.loader import Loader, Reading
 from lockstep.data.order import Order
 from lockstep.errors import SampleError, UserError
-from lockstep.faults.failure import of_exception
-from lockstep.runtime.output import tee_to
+from lockstep.observe.output import tee_to
+from lockstep.record.failure import of_exception
 from tests.cli.commands import run
 from tests.patience import patient, wait_for
 

@@ -76,7 +76,7 @@ def test_a_machine_with_four_faults_is_told_of_all_of_them(tmp_path: Path) -> No
 
 def test_people_read_the_finding_and_its_fix(tmp_path: Path) -> None:
     prelude = BROKEN_SUM.replace("tensor[3] += 1", "import time; time.sleep(60)").replace("bfloat16", "float16")
-    shorter = "import lockstep.comm.doctor as d; d.SECONDS_OF_A_COLLECTIVE = 8.0"
+    shorter = "import lockstep.checkup.doctor as d; d.SECONDS_OF_A_COLLECTIVE = 8.0"
     done = run(tmp_path, *with_fault(f"{prelude}\n{shorter}"), "--nproc", "2", CUDA_LAUNCH_BLOCKING="1")
     assert done.returncode == 1, done.stderr
     text = " ".join(done.stdout.split())
@@ -157,10 +157,10 @@ def test_a_peer_that_cannot_be_reached_is_named_and_no_rank_is_started(tmp_path:
 
 @pytest.mark.slow
 def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
-    sooner = with_fault("import lockstep.comm.doctor as d; d.SECONDS_TO_COME = 20.0")
+    sooner = with_fault("import lockstep.checkup.doctor as d; d.SECONDS_TO_COME = 20.0")
     with hosts(3) as three:
         three[2].cut()
-        lonely = with_fault("import lockstep.comm.doctor as d; d.SECONDS_TO_MEET = 5.0")
+        lonely = with_fault("import lockstep.checkup.doctor as d; d.SECONDS_TO_MEET = 5.0")
         codes, said, others = examine(three, tmp_path, {0: sooner, 1: sooner, 2: lonely})
     assert codes == [1, 1, 1]
     assert bad(said)["network"] == ["node 2 has not said anything for 20 s"]

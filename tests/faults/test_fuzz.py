@@ -18,12 +18,12 @@ from types import FrameType
 import pytest
 import torch
 
-from lockstep.checkpoint.format import step_folder, steps_on_disk
+from lockstep.checkpoint.disk.format import step_folder, steps_on_disk
 from lockstep.cli.ckpt import ls_command, verify_command
 from lockstep.engine import Engine
 from lockstep.errors import UserError
-from lockstep.events import read_events
 from lockstep.layout import Layout
+from lockstep.record.log import read_events
 from tests.faults.damage import GOOD_STEPS, KINDS, NEWEST, Case, make_case
 from tests.parity.problems import (
     GLOBAL_BATCH,

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.format import steps_on_disk
+from lockstep.checkpoint.disk.format import steps_on_disk
 from lockstep.data.loader import StepBatch
 from lockstep.engine import Engine
 from lockstep.errors import InvariantError, SpikeError, UserError
-from lockstep.faults.invariants import digests_of
-from lockstep.parallel.dtensors import local_part
-from lockstep.parallel.replicate import _Bucket
+from lockstep.parallel.replicate.buckets import _Bucket
+from lockstep.runtime.dtensors import local_part
+from lockstep.runtime.tensor_digest import digests_of
 from tests.parity.problems import (
     GLOBAL_BATCH,
     ConvNet,

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.files import verify_checkpoint
-from lockstep.checkpoint.format import Index, checkpoints_folder, read_index, steps_on_disk
+from lockstep.checkpoint.disk.files import verify_checkpoint
+from lockstep.checkpoint.disk.format import Index, checkpoints_folder, read_index, steps_on_disk
 from lockstep.layout import Layout
 from tests.parity.problems import (
     GLOBAL_BATCH,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.files import reading
-from lockstep.checkpoint.format import open_or_refuse, step_folder
-from lockstep.checkpoint.load import read_whole
+from lockstep.checkpoint.disk.files import reading
+from lockstep.checkpoint.disk.format import open_or_refuse, step_folder
+from lockstep.checkpoint.disk.load import read_whole
 from tests.cli.commands import LOCKSTEP, clean_environment, events
 from tests.hosts import Host, hosts
 from tests.patience import wait_for

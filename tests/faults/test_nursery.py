@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.launch import LAUNCH
-from lockstep.launch.nursery import Nursery
+from lockstep.runtime.nursery import Nursery
+from lockstep.runtime.rank_env import LAUNCH
 from tests.cli.commands import clean_environment
 from tests.patience import wait_for
 

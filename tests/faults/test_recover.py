@@ -18,17 +18,17 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint import save as saving
-from lockstep.checkpoint.format import read_index, step_folder, steps_on_disk
+from lockstep.checkpoint.disk.format import read_index, step_folder, steps_on_disk
 from lockstep.cli.ckpt import ls_command
 from lockstep.engine import Engine, StepResult
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, UserError
-from lockstep.event_schema import Event
-from lockstep.events import read_events
 from lockstep.faults.emergency import on_uncaught, save_in_emergency
-from lockstep.faults.invariants import digests_of
 from lockstep.faults.recover import MOST_SKIPS
-from lockstep.folder import look_back
-from lockstep.parallel.crossing import is_fake
+from lockstep.follow.values import is_fake
+from lockstep.record.events import Event
+from lockstep.record.folder import look_back
+from lockstep.record.log import read_events
+from lockstep.runtime.tensor_digest import digests_of
 from tests.parity.problems import (
     GLOBAL_BATCH,
     Batch,
@@ -474,7 +474,7 @@ def test_a_hook_that_ends_in_an_exit_code_keeps_nobody_from_saving(monkeypatch: 
 def test_the_steps_before_a_failure_are_in_the_log_before_anybody_judges_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.journal.SECONDS_AT_FIRST", 60.0)
+    monkeypatch.setattr("lockstep.observe.journal.SECONDS_AT_FIRST", 60.0)
     with lockstep.init("single", run_dir=tmp_path / "run", seed=5, device="cpu") as run:
         train(run, {}, {}, steps=2)
         save_in_emergency(run, SystemExit(3))

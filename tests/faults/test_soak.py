@@ -15,8 +15,8 @@ import psutil
 import pytest
 import torch
 
-from lockstep.checkpoint.files import verify_checkpoint
-from lockstep.checkpoint.format import step_folder, steps_on_disk
+from lockstep.checkpoint.disk.files import verify_checkpoint
+from lockstep.checkpoint.disk.format import step_folder, steps_on_disk
 from tests.cli.commands import clean_environment, events, ranks_of, started_for
 from tests.faults.test_nodes import weights_of
 from tests.patience import wait_for

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.faults.failure import short_host
+from lockstep.record.failure import short_host
 from tests.faults.planted import BY_NAME, FAULTS, SECONDS_TO_EXPLAIN, TIMEOUT, TRAINING, Fault, Row, plant, same_weights
 from tests.patience import patient
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from lockstep.config import Config
-from lockstep.recipes.catalog import RECIPES
+from lockstep.config.catalog import RECIPES
+from lockstep.config.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint.format import steps_on_disk
-from lockstep.events import read_events
+from lockstep.checkpoint.disk.format import steps_on_disk
+from lockstep.record.log import read_events
 from tests.parity.problems import adamw, join, text_loss, unfinished
 from tests.parity.test_tensor import DROPOUT, GLOBAL_BATCH, GPT, Texts
 from tests.ranks import Job, RankPool

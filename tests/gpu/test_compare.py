@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lockstep.baselines import Busy, place_in_halves
-from lockstep.event_schema import Event
+from lockstep.compare.baselines import Busy, place_in_halves
+from lockstep.record.events import Event
 from tests.cli.commands import SMALL_LM, lockstep
 from tests.dist.test_stragglers import LATE, of_kind, train
 from tests.parity.problems import VOCABULARY, RaggedTexts, TinyGPT
@@ -81,7 +81,7 @@ def test_a_slow_rank_is_named_where_the_gpu_measures_the_waiting(ranks: RankPool
 
 def test_waiting_is_read_from_the_gpu_and_only_what_it_stood_still() -> None:
     """The host sleeps while the GPU still works: nobody waited."""
-    from lockstep.runtime.waiting import StepClock
+    from lockstep.observe.clock import StepClock
 
     clock = StepClock(torch.device("cuda"))
     matrix = torch.randn(8192, 8192, device="cuda")
@@ -101,7 +101,7 @@ def test_waiting_is_read_from_the_gpu_and_only_what_it_stood_still() -> None:
 
 
 def test_a_collective_that_nccl_puts_on_the_computing_stream_is_waiting_too(tmp_path: Path) -> None:
-    from lockstep.runtime.waiting import StepClock
+    from lockstep.observe.clock import StepClock
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))

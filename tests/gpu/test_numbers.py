@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lockstep.event_schema import Event
-from lockstep.events import read_events
-from lockstep.planner.machines import find_gpu
+from lockstep.planner.machine.find_machine import find_gpu
+from lockstep.record.events import Event
+from lockstep.record.log import read_events
 from tests.dist.test_numbers import FLOPS, of_kind, tokens
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool

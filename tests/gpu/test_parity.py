@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.config import NumericsConfig, ShardConfig
+from lockstep.config.schema import NumericsConfig, ShardConfig
 from lockstep.data.loader import Reading, read_steps
 from lockstep.data.order import Order, Position
 from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
-from lockstep.grads import local_gradients
+from lockstep.follow.blocks import find_blocks, seed_points
 from lockstep.layout import Layout
-from lockstep.modelplan import find_blocks, seed_points
-from lockstep.parallel.apply import ParallelModel
-from lockstep.parallel.gradients import LocalGradients
-from lockstep.parallel.replicate import GradientBuckets
-from lockstep.parallel.shard import shard
-from lockstep.parallel.statistics import RunningStatistics
+from lockstep.parallel.build.apply import ParallelModel
+from lockstep.parallel.replicate.buckets import GradientBuckets
+from lockstep.parallel.replicate.gradients import LocalGradients
+from lockstep.parallel.replicate.shard import shard
+from lockstep.parallel.replicate.statistics import RunningStatistics
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.place import Place
+from lockstep.runtime.rank_env import Place
+from lockstep.step.grads import local_gradients
 from tests.parity.problems import (
     GLOBAL_BATCH,
     SEED,

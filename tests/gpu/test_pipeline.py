@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from lockstep.config import Schedule
+from lockstep.config.schema import Schedule
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, anew, join, text_loss
 from tests.ranks import Job, RankPool
 

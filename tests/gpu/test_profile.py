@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.kernel_names import short_kernel_name
+from lockstep.observe.kernel_names import short_kernel_name
 from tests.cli.commands import events
 from tests.cli.commands import lockstep as command
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.config import NumericsConfig, ShardConfig
+from lockstep.config.schema import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.compile import allow_variants, check_compile, compiled_calls
+from lockstep.parallel.build.compile import allow_variants, check_compile, compiled_calls
 from tests.parity.problems import Batch, adamw, anew, join
 from tests.ranks import Job, RankPool
 

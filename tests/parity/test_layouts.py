@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import default_collate
 
-from lockstep.config import Format
+from lockstep.config.schema import Format
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.elementwise import ELEMENTWISE
 from lockstep.runtime.seeds import seed_host, seed_of
+from lockstep.step.elementwise import ELEMENTWISE
 from tests.parity.problems import SEED, error_of, join, unfinished
 from tests.ranks import Job, RankPool
 

@@ -15,7 +15,7 @@ from typing import get_args
 
 import pytest
 
-from lockstep.config import Format, Schedule
+from lockstep.config.schema import Format, Schedule
 from lockstep.layout import Layout
 from lockstep.run import Run
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, anew, text_loss

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.config import NumericsConfig
+from lockstep.config.schema import NumericsConfig
 from lockstep.data.order import sample_ids
 from lockstep.errors import NonFiniteError, UserError
-from lockstep.events import read_events
 from lockstep.layout import Layout
-from lockstep.precision import LossScale, check_can_compute, number_formats
+from lockstep.record.log import read_events
+from lockstep.step.precision import LossScale, check_can_compute, number_formats
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -318,17 +318,19 @@ def test_weights_built_in_fp16_are_refused(tmp_path: Any) -> None:
 
 
 def test_fp16_on_a_cpu_that_only_emulates_it_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.precision._cpu_has_fp16", lambda: False)
+    monkeypatch.setattr("lockstep.step.precision._cpu_has_fp16", lambda: False)
     with pytest.raises(UserError, match="emulated, about a hundred times slower"):
         check_can_compute("fp16", NumericsConfig(), "cpu")
     check_can_compute("fp16", NumericsConfig(accept=["slow-fp16"]), "cpu")
 
 
 def test_a_cpu_whose_matrix_units_kill_is_found_out_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.precision._claims_amx", lambda: True)
+    monkeypatch.setattr("lockstep.step.precision._claims_amx", lambda: True)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr("lockstep.precision.PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)  # {dtype}")
-    from lockstep.precision import _half_precision_kills
+    monkeypatch.setattr(
+        "lockstep.step.precision.PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)  # {dtype}"
+    )
+    from lockstep.step.precision import _half_precision_kills
 
     _half_precision_kills.cache_clear()
     with pytest.raises(UserError, match=r"killed \(SIGILL\): set ONEDNN_MAX_CPU_ISA"):

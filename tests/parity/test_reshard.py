@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.files import bytes_of, reading
-from lockstep.checkpoint.format import open_checkpoint, read_index
-from lockstep.checkpoint.load import read_whole
+from lockstep.checkpoint.disk.files import bytes_of, reading
+from lockstep.checkpoint.disk.format import open_checkpoint, read_index
+from lockstep.checkpoint.disk.load import read_whole
 from lockstep.layout import AXES, Layout
 from tests.golden import checkpoint_reader
 from tests.golden.checkpoint_reader import read_checkpoint

@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.config import Format, Layer, ShardConfig, resolve
+from lockstep.config.schema import Format, Layer, ShardConfig, resolve
 from lockstep.engine import Engine
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, check_same_training, write_config
+from lockstep.follow.blocks import find_blocks
 from lockstep.layout import Layout
-from lockstep.modelplan import find_blocks
-from lockstep.parallel.shard import sharding_units
+from lockstep.parallel.replicate.shard import sharding_units
+from lockstep.record.folder import RunFolder, check_same_training, write_config
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

@@ -26,11 +26,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
-from lockstep.config import Format, Schedule
+from lockstep.config.schema import Format, Schedule
 from lockstep.data.order import sample_ids
 from lockstep.layout import Layout
 from lockstep.run import Run
-from lockstep.scoring import Metric
+from lockstep.step.scoring import Metric
 from tests.parity.problems import (
     IGNORED,
     SEED,

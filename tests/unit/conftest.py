@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from lockstep.page.panels import Advice, Headline, Section
-from lockstep.page.summary import Summary
+from lockstep.page.reading.summary import Summary
 
 
 @pytest.fixture
@@ -25,7 +25,11 @@ def plain_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     def advise(_: Summary) -> list[Advice]:
         return []
 
-    for name, function in {"advice": advise, "headline": headline, "comparison": compare_runs}.items():
+    for name, function in {
+        "advice.choose": advise,
+        "sections.headline": headline,
+        "sections.comparison": compare_runs,
+    }.items():
         module = ModuleType(f"lockstep.page.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep import attention
-from lockstep.attention import BACKENDS, fastest_kernels
+from lockstep.step import attention
+from lockstep.step.attention import BACKENDS, fastest_kernels
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.backward import backward_of_inputs
+from lockstep.parallel.pipeline.backward import backward_of_inputs
 
 Build = Callable[[list[torch.Tensor], list[nn.Parameter]], list[torch.Tensor]]
 """From inputs and weights to outputs."""

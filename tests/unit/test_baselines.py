@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.baselines import Busy, place_in_halves, train_in_halves
-from lockstep.compare import read_run
-from lockstep.config import Layer, resolve
+from lockstep.compare.baselines import Busy, place_in_halves, train_in_halves
+from lockstep.compare.table import read_run
+from lockstep.config.schema import Layer, resolve
 from lockstep.errors import UserError
-from lockstep.events import EventLog, read_events
 from lockstep.recipes.task import task_of
+from lockstep.record.log import EventLog, read_events
 from lockstep.runtime.seeds import seed_host, seed_of
 from tests.cli.commands import events
 from tests.parity.problems import TinyGPT

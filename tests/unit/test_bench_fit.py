@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lockstep.comm.fit import Curve, fit_link, worst_miss
-from lockstep.comm.model import Link
+from lockstep.links.cost import Link
+from lockstep.links.fit import Curve, fit_link, worst_miss
 
 SIZES = [1e3 * 4**power for power in range(9)]
 LINK = Link(alpha=40e-6, beta=1 / 2e9)

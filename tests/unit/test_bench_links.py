@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster import Cluster, Node
-from lockstep.comm.expected import Expected, Network, expect, find_disappointments, look_at_network
-from lockstep.comm.links import find_slow, pair_rounds
-from lockstep.comm.measured import Pair, medians
+from lockstep.config.cluster import Cluster, Node
+from lockstep.links.expected import Expected, Network, expect, find_disappointments, look_at_network
+from lockstep.links.measured import Pair, medians
+from lockstep.links.slow_links import find_slow, pair_rounds
 
 FAST, SLOW = 2.0, 0.12
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.amounts import bytes_text, seconds_text
 from lockstep.cli.bench import parse_sizes
-from lockstep.comm.expected import Expected
-from lockstep.comm.findings import Finding
-from lockstep.comm.measured import (
+from lockstep.errors import UserError
+from lockstep.links.bench_show import show_pairs
+from lockstep.links.cost import Collective
+from lockstep.links.expected import Expected
+from lockstep.links.findings import Finding
+from lockstep.links.measured import (
     Bench,
     Pair,
     Row,
@@ -26,9 +28,7 @@ from lockstep.comm.measured import (
     timed_row,
     write_bench,
 )
-from lockstep.comm.model import Collective
-from lockstep.comm.show import show_pairs
-from lockstep.errors import UserError
+from lockstep.text.units import bytes_text, seconds_text
 
 ROWS = [timed_row("dp", 2, "all-reduce", size, [1e-4 + size * 1e-9], 10) for size in (1000, 4000, 16000, 64000)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.carried import differs, noted, places_of, put_back, watched
+from lockstep.follow.carried import differs, noted, places_of, put_back, watched
 
 CALLS = 0
 SEEN: dict[str, int] = {"calls": 0}

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.charts import Series, line_chart, terminal_chart
+from lockstep.text.charts import Series, line_chart, terminal_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 TWO = [Series("a & b", [(1e3, 0.5), (1e6, 1.5)]), Series("<second>", [(1e3, 0.25), (1e6, 1.25)])]

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.boxes import Replicas, Segment, narrowed, overlap, pieces_of, shares, whole_piece
+from lockstep.checkpoint.disk.boxes import Replicas, Segment, narrowed, overlap, pieces_of, shares, whole_piece
 
 
 def held(shape: tuple[int, ...], dim: int, parts: tuple[int, ...], tp: tuple[int, int], fsdp: tuple[int, int]):

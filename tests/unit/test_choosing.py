@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.choosing import Facts, choose_layout
 from lockstep.errors import UserError
+from lockstep.planner.search.layout_auto import Facts, choose_layout
 
 GB = 10**9
 MODEL = Facts(parameters=10**9, heads=12, sequence=1024, global_batch=64, memory=80 * GB)

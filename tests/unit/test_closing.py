@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from lockstep.page.summary import AttemptSummary, Compared, Summary, TimeSpent
+from lockstep.page.reading.summary import AttemptSummary, Compared, Summary, TimeSpent
 from lockstep.sinks.closing import closing_rows, closing_table, show_closing
 from tests.runs import Made, write_run
 

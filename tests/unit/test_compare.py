@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lockstep import compare
-from lockstep.charts import Series
-from lockstep.compare import (
+from lockstep.compare import table as compare
+from lockstep.compare.contenders import BASELINES, Contender
+from lockstep.compare.table import (
     Comparison,
     Machine,
     Row,
@@ -20,10 +20,10 @@ from lockstep.compare import (
     tabulate,
     to_json,
 )
-from lockstep.contenders import BASELINES, Contender
 from lockstep.errors import UserError
-from lockstep.event_schema import Event
 from lockstep.layout import Layout
+from lockstep.record.events import Event
+from lockstep.text.charts import Series
 
 SINGLE, DP2, DP4 = (Contender(str(Layout(dp=count)), Layout(dp=count), count) for count in (1, 2, 4))
 NAIVE = Contender("naive-mp", Layout(), 2)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.cadence import Cadence
-from lockstep.config import (
+from lockstep.config.cadence import Cadence
+from lockstep.config.catalog import RECIPES
+from lockstep.config.schema import (
     Config,
     Layer,
     Resolved,
@@ -22,9 +23,8 @@ from lockstep.config import (
     script_config,
     to_toml,
 )
+from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import RECIPES
-from lockstep.toml import read_toml
 
 JARGON = ("Input should", "String should", "Value error", "type=", "For further information", "validation error", "\n")
 

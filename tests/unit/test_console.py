@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from lockstep.event_schema import Event, validate
+from lockstep.record.events import Event, validate
 from lockstep.sinks.console import Console
 from tests.patience import wait_for
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import Config, Layer
-from lockstep.contenders import Contender, read_contenders, settle
+from lockstep.compare.contenders import Contender, read_contenders, settle
+from lockstep.config.schema import Config, Layer
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.parallel.cut import Along, _padded, along_of, apart, mark, marked_again, put_together, take
-from lockstep.parallel.rules.shapes import divided, follow
-from lockstep.parallel.tensorplan import divisors
+from lockstep.parallel.tensor.cut import Along, _padded, along_of, apart, mark, marked_again, put_together, take
+from lockstep.parallel.tensor.plan_matrices import divisors
+from lockstep.parallel.tensor.rules.shapes import divided, follow
 from lockstep.runtime.axis import Axis
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.elementwise import refuse_closure, refuse_coupled
+from lockstep.step.elementwise import refuse_closure, refuse_coupled
 
 SHARDS = Layout(fsdp=2)
 Pairs = list[tuple[str, nn.Parameter]]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.event_schema import SCHEMA, Event, validate
-from lockstep.events import EventLog, events_from, follow_events, read_events
+from lockstep.record.events import SCHEMA, Event, validate
+from lockstep.record.log import EventLog, events_from, follow_events, read_events
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 EXAMPLES: dict[str, Event] = {
@@ -53,7 +53,7 @@ def texts(path: Path) -> list[str]:
 
 
 def test_importing_the_event_log_needs_neither_torch_nor_rich():
-    code = "import sys, lockstep.events; sys.exit(not {'torch', 'rich', 'numpy'}.isdisjoint(sys.modules))"
+    code = "import sys, lockstep.record.log; sys.exit(not {'torch', 'rich', 'numpy'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -224,7 +224,7 @@ def test_events_from_several_threads_do_not_mix(path: Path):
 def test_the_events_before_a_kill_are_all_there(path: Path):
     """The process is killed with no chance to clean up, right after its second event."""
     code = (
-        "import os, signal, sys; from pathlib import Path; from lockstep.events import EventLog\n"
+        "import os, signal, sys; from pathlib import Path; from lockstep.record.log import EventLog\n"
         "log = EventLog(Path(sys.argv[1]), 1)\n"
         "log.emit('status', text='one'); log.emit('status', text='two'); os.kill(os.getpid(), signal.SIGKILL)"
     )

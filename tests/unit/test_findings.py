@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.findings import Finding, Plan, judge_nodes
-from lockstep.comm.gpus import Gpu
-from lockstep.comm.machine import Node, Numa, Port, look_around
-from lockstep.comm.reach import Call, Folder, calls, folders
-from lockstep.comm.topology import draw
+from lockstep.checkup.reach import Call, Folder, calls, folders
+from lockstep.links.findings import Finding, Plan, judge_nodes
+from lockstep.links.topology import draw
+from lockstep.runtime.host.gpus import Gpu
+from lockstep.runtime.host.machine import Node, Numa, Port, look_around
 
 GIGABYTE = 10**9
 

@@ -29,14 +29,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import flops, peak
-from lockstep.comm.measured import Bench, Speed
+from lockstep.config.catalog import Cifar10Settings, LmSettings
 from lockstep.data.loader import MicroBatch
-from lockstep.flops import UncutModel, count_flops, model_without_data
-from lockstep.peak import find_peak
+from lockstep.links.measured import Bench, Speed
+from lockstep.observe import device_peak as peak
+from lockstep.observe import flops
+from lockstep.observe.device_peak import find_peak
+from lockstep.observe.flops import UncutModel, count_flops, model_without_data
 from lockstep.recipes import lm, resnet, vision
-from lockstep.recipes.catalog import Cifar10Settings, LmSettings
-from lockstep.runtime.place import Place
+from lockstep.runtime.rank_env import Place
 
 CPU = torch.device("cpu")
 ALONE = Place(0, 1, 0, 1, 0, 1, None, "python")
@@ -255,7 +256,7 @@ def test_it_is_counted_once_whether_the_model_or_the_samples_come_first() -> Non
     build = uncut.watching(lambda: nn.Linear(3, 5))
     build()
     assert (uncut.per_sample, uncut.reason) == ({"products": 2 * 2 * 3 * 5}, "")
-    with mock.patch("lockstep.flops.in_a_child") as again:
+    with mock.patch("lockstep.observe.flops.in_a_child") as again:
         build()
         uncut.show(squares, first)
     again.assert_not_called()
@@ -401,7 +402,7 @@ def bench_of(device: str, kind: Any, host: str, **tflops: float) -> Bench:
 
 def test_the_peak_of_a_cpu_is_what_bench_has_measured_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    for module in ("lockstep.peak", "lockstep.planner.here"):
+    for module in ("lockstep.observe.device_peak", "lockstep.planner.machine.here"):
         monkeypatch.setattr(f"{module}.newest_bench", lambda: bench_of("CPU", "cpu", "here", fp32=0.5))
     place = replace(ALONE, world_size=4, local_world_size=4, head="a:1")
     found = find_peak(CPU, "fp32", place, share_gpu=False)

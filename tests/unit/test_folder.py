@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.format import step_folder
-from lockstep.config import Config, LaunchConfig, Layer, parse_assignments, resolve, to_toml
+from lockstep.checkpoint.disk.format import step_folder
+from lockstep.config.schema import Config, LaunchConfig, Layer, parse_assignments, resolve, to_toml
+from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
-from lockstep.folder import (
+from lockstep.record.folder import (
     RunFolder,
     check_same_script,
     check_same_training,
@@ -24,7 +25,6 @@ from lockstep.folder import (
     with_script,
     write_config,
 )
-from lockstep.toml import read_toml
 
 CONFIG = resolve([]).config
 
@@ -414,7 +414,7 @@ def test_a_run_whose_config_does_not_name_its_script_is_known_by_the_code_that_s
 ) -> None:
     step_folder(tmp_path, 5).mkdir(parents=True)
     (tmp_path / "config.toml").write_text(config)
-    monkeypatch.setattr("lockstep.checkpoint.code.saved_code", lambda _: (5, {"digits.py": "0123"}))
+    monkeypatch.setattr("lockstep.checkpoint.disk.code.saved_code", lambda _: (5, {"digits.py": "0123"}))
     check_same_script(RunFolder(tmp_path, 2), Path("there/digits.py"))
     with pytest.raises(UserError, match="is an unfinished run of"):
         check_same_script(RunFolder(tmp_path, 2), Path("other.py"))

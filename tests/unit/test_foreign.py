@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.foreign import import_weights, open_foreign
+from lockstep.checkpoint.exchange.foreign import import_weights, open_foreign
 from lockstep.errors import UserError
 
 

@@ -12,18 +12,18 @@ import torch
 from rich.console import Console as Terminal
 
 import lockstep
-from lockstep import foretell
-from lockstep.config import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
-from lockstep.event_schema import validate
-from lockstep.events import read_events
-from lockstep.foretell import Expected, Measured, error_of
+from lockstep.config.schema import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
 from lockstep.layout import Layout
-from lockstep.parallel.apply import Cutting
-from lockstep.planner.estimate import Memory
-from lockstep.planner.job import Job
-from lockstep.planner.memory import estimate_memory
-from lockstep.planner.models import find_model
-from lockstep.runtime.place import Place
+from lockstep.observe import prediction as foretell
+from lockstep.observe.prediction import Expected, Measured, error_of
+from lockstep.parallel.build.apply import Cutting
+from lockstep.planner.cost.estimate import Memory
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.model.find_model import find_model
+from lockstep.record.events import validate
+from lockstep.record.log import read_events
+from lockstep.runtime.rank_env import Place
 from lockstep.sinks.console import Console
 
 CUTTING = Cutting(False, False, "off", NumericsConfig(), ShardConfig(), PipelineConfig(), TensorConfig(), "micro-batch")

@@ -22,7 +22,7 @@ from lockstep.faults.hangs import (
     ranks,
 )
 from lockstep.faults.watchdog import Watchdog
-from lockstep.runtime.beat import Beat
+from lockstep.runtime.heartbeat import Beat
 
 LEAD = "no progress for 6 s: "
 STEP = ("engine.step", "train.py:20 in <module>")
@@ -176,7 +176,7 @@ IN_LOSS = ["/site-packages/lockstep/engine.py:788 in _summed_loss"]
 
 @pytest.mark.parametrize("other", [STEP, LOADER])
 def test_a_collective_in_the_loss_of_a_pipeline_is_not_passed_by(other: tuple[str, str]) -> None:
-    stack = [*IN_LOSS, "/site-packages/lockstep/parallel/pipeline.py:94 in step"]
+    stack = [*IN_LOSS, "/site-packages/lockstep/parallel/pipeline/runner.py:94 in step"]
     verdict = explain([replace(waiting(0, REDUCE), stack=stack), waiting(1, other)], LEAD)
     assert verdict.cause == "skipped collective"
     told(verdict, "rank 1 cannot come to it", "make it between steps", "one after another")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.parallel import happened
-from lockstep.parallel.happened import Lane
+from lockstep.parallel.pipeline import timeline as happened
+from lockstep.parallel.pipeline.timeline import Lane
 
 # Two micro-batches through two places, gpipe; a forward takes 1 s, a backward 2 s, and a message 0.1 s.
 FIRST: Lane = [("F", 0, 0, 0.0, 1.0), ("F", 0, 1, 1.0, 2.0), ("B", 0, 0, 5.2, 7.2), ("B", 0, 1, 7.2, 9.2)]

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.data.digest import digest_of_value
 from lockstep.errors import UserError
-from lockstep.runtime.identity import Facts, LocalCode, Told, _shared_arguments, refuse_difference
+from lockstep.record.identity import Facts, LocalCode, Told, _shared_arguments, refuse_difference
 
 
 def test_code_is_the_script_and_what_it_imports_that_is_no_library(

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from lockstep.cluster import Cluster, Node, Software
+from lockstep.config.cluster import Cluster, Node, Software
 from lockstep.errors import UserError
-from lockstep.launch.job import Job
+from lockstep.launch.cluster_job import Job
 from lockstep.launch.kubernetes import render
 from tests.cli.commands import listens
 from tests.golden.jobset_schema import errors, load_schema

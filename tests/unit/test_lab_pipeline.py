@@ -9,10 +9,10 @@ from typing import get_args
 
 import pytest
 
-from lockstep.config import Schedule
+from lockstep.config.schema import Schedule
 from lockstep.lab.draw_pipeline import as_svg, in_terminal
 from lockstep.lab.pipeline import UNITS, Played, play
-from lockstep.parallel.timetable import ONE_STAGE, Action, peak_in_flight, timetable
+from lockstep.parallel.pipeline.timetable import ONE_STAGE, Action, peak_in_flight, timetable
 
 SIZES = [(2, 4), (4, 8), (3, 6)]
 ALL = [(schedule, *size) for schedule in get_args(Schedule) for size in SIZES]

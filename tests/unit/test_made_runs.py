@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.event_schema import validate
-from lockstep.events import read_events
+from lockstep.record.events import validate
+from lockstep.record.log import read_events
 from tests.runs import Made, run_events, write_run
 
 RUNS = {

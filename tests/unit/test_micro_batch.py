@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.coupling import Coupling
 from lockstep.data.order import Order
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.micro_batch import coupled_micro_batch
+from lockstep.trial.coupling import Coupling
+from lockstep.trial.micro_batch import coupled_micro_batch
 
 GATHERS = Coupling(cause="the loss compares samples", gathers=True)
 

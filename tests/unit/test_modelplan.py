@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.modelplan import ModelPlan, Part, choose_cuts, find_blocks, find_parts, record_calls, seed_points
+from lockstep.follow.blocks import ModelPlan, Part, choose_cuts, find_blocks, find_parts, record_calls, seed_points
 
 
 class Layer(nn.Module):

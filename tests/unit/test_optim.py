@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config import OptimizerConfig, ScheduleConfig
+from lockstep.config.schema import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError
-from lockstep.optim import optimizer_factory, schedule_function
+from lockstep.step.optim import optimizer_factory, schedule_function
 
 
 class Mine(torch.optim.SGD):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.page.advice import RULES, advise
+from lockstep.page.advice.choose import RULES, advise
 from lockstep.page.panels import Advice
-from lockstep.page.summary import HostSummary, RankSummary, Summary, TimeSpent
+from lockstep.page.reading.summary import HostSummary, RankSummary, Summary, TimeSpent
 from tests.summaries import GB, SPENT, a_gpu, a_rank, a_straggler, an_attempt, healthy
 
 

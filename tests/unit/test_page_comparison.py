@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.compare import Comparison, Row, Spread
-from lockstep.contenders import Contender
+from lockstep.compare.contenders import Contender
+from lockstep.compare.table import Comparison, Row, Spread
 from lockstep.layout import Layout
-from lockstep.page.compared import comparison_page
-from lockstep.page.comparison import compare_runs
-from lockstep.page.headline import UNKNOWN
 from lockstep.page.panels import Curve, Lines, Panel, Table, Text, as_json
-from lockstep.page.summary import Summary, TimeSpent
+from lockstep.page.reading.summary import Summary, TimeSpent
+from lockstep.page.sections.compared import comparison_page
+from lockstep.page.sections.comparison import compare_runs
+from lockstep.page.sections.headline import UNKNOWN
 from tests.summaries import healthy
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.amounts import count_text, device_time_text, duration_text, energy_text
-from lockstep.page.advice import advise
-from lockstep.page.comparison import compare_runs
-from lockstep.page.headline import UNKNOWN, headline, seconds_left
+from lockstep.page.advice.choose import advise
 from lockstep.page.panels import Fact
-from lockstep.page.summary import Compared, Summary, TimeSpent
+from lockstep.page.reading.summary import Compared, Summary, TimeSpent
+from lockstep.page.sections.comparison import compare_runs
+from lockstep.page.sections.headline import UNKNOWN, headline, seconds_left
+from lockstep.text.units import count_text, device_time_text, duration_text, energy_text
 from tests.summaries import GB, SPENT, a_gpu, a_rank, an_attempt, healthy
 
 

@@ -9,10 +9,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import charts
 from lockstep.page import html
 from lockstep.page.html import content_security_policy, data_text, page_html
 from lockstep.page.panels import as_json
+from lockstep.text import charts
 from tests.browser import example
 
 FRONT = Path(html.__file__).parent / "front"

@@ -204,7 +204,7 @@ def test_a_stack_is_drawn_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ticks_of_time_are_round_and_few() -> None:
-    from lockstep.charts import Axis
+    from lockstep.text.charts import Axis
 
     for span in (3.0, 70.0, 4000.0, 86_400.0, 40 * 86_400.0):
         ticks = _time_ticks(Axis(START, START + span, False))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.page.advice import advise
+from lockstep.page.advice.choose import advise
 from lockstep.page.panels import Advice
-from lockstep.page.reading import RunReader
+from lockstep.page.reading.reader import RunReader
 from tests.runs import BEGIN, Made, run_events, write_run
 
 

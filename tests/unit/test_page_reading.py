@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.page import reading
 from lockstep.page.build import build_page
 from lockstep.page.panels import RunPage, as_json
-from lockstep.page.reading import RunReader
-from lockstep.page.summary import Summary
+from lockstep.page.reading import reader as reading
+from lockstep.page.reading.reader import RunReader
+from lockstep.page.reading.summary import Summary
 from tests.runs import BEGIN, Made, run_events, write_run
 
 LATER = BEGIN + 1e5

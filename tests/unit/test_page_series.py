@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.page.series import MOST_COLUMNS, Grid, Series, curve_of, ratio_curve, rounded
-from lockstep.page.steps import FIELDS, Steps, pack
+from lockstep.page.reading.series import MOST_COLUMNS, Grid, Series, curve_of, ratio_curve, rounded
+from lockstep.page.reading.steps import FIELDS, Steps, pack
 
 
 def test_few_points_are_shown_as_they_are() -> None:

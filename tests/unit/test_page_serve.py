@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, existing_runs
-from lockstep.launch.follow import note
+from lockstep.launch.follow_job import note
 from lockstep.launch.queue import JobState
 from lockstep.page.panels import Page, as_json
 from lockstep.page.serve import Board, LivePage, follow, open_board
+from lockstep.record.folder import RunFolder, existing_runs
 from tests.browser.example import example_page, hostile_page
 
 

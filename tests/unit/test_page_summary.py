@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.event_schema import Event
-from lockstep.page.advice import advise
-from lockstep.page.headline import headline
+from lockstep.page.advice.choose import advise
 from lockstep.page.panels import State
-from lockstep.page.reading import RunReader
-from lockstep.page.summary import Compared, Summary
+from lockstep.page.reading.reader import RunReader
+from lockstep.page.reading.summary import Compared, Summary
+from lockstep.page.sections.headline import headline
+from lockstep.record.events import Event
 from tests.runs import BEGIN, GB, Made, run_events, write_run
 
 SOON = BEGIN + 100

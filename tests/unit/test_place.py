@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config import LaunchConfig
+from lockstep.config.schema import LaunchConfig
 from lockstep.errors import UserError
-from lockstep.join import _take_device
-from lockstep.launch import LAUNCH
-from lockstep.runtime.place import Launcher, Place, cpus_per_rank, expand_hostlist, find_place, place_of
+from lockstep.init_run import _take_device
+from lockstep.runtime.rank_env import LAUNCH, Launcher, Place, cpus_per_rank, expand_hostlist, find_place, place_of
 
 RECORDED = {path.stem: json.loads(path.read_text()) for path in Path(__file__).parent.glob("environments/*.json")}
 ALLOWED = sorted(name for name, recorded in RECORDED.items() if "expect" in recorded)

@@ -8,12 +8,12 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.checks import capacity, check_job, host_remarks, settle_layout, verdict
-from lockstep.planner.estimate import Memory
-from lockstep.planner.job import Job
-from lockstep.planner.machines import find_machine
-from lockstep.planner.model import Matmul, Model, Part
-from lockstep.planner.models import find_model
+from lockstep.planner.cost.checks import capacity, check_job, host_remarks, settle_layout, verdict
+from lockstep.planner.cost.estimate import Memory
+from lockstep.planner.cost.job import Job
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.model.parts import Matmul, Model, Part
 
 
 def job(model: str = "gpt2", layout: str = "dp=8", cluster: str = "H100", **more: object) -> Job:

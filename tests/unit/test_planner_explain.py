@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from lockstep.comm.model import Link
 from lockstep.layout import Layout
-from lockstep.planner.explain import course_text, explain_text, gpt2_rows, model_rows, zero_rows
-from lockstep.planner.hardware import Gpu, Machine
-from lockstep.planner.job import Job
-from lockstep.planner.memory import estimate_memory
-from lockstep.planner.models import find_model
+from lockstep.links.cost import Link
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.show.terms import course_text, explain_text, gpt2_rows, model_rows, zero_rows
 
 
 def test_zero_table_is_the_papers() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster import find_cluster
-from lockstep.comm.measured import Bench, Pair, Row, Speed, fits_of, timed_row, write_bench
-from lockstep.comm.model import predict
+from lockstep.config.cluster import find_cluster
 from lockstep.errors import UserError
-from lockstep.planner.machines import find_gpu, find_machine, known_gpus
+from lockstep.links.cost import predict
+from lockstep.links.measured import Bench, Pair, Row, Speed, fits_of, timed_row, write_bench
+from lockstep.planner.machine.find_machine import find_gpu, find_machine, known_gpus
 
 PUBLISHED = {
     "A100-SXM-80": "A100-SXM-80",

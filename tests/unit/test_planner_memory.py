@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.model import Link
-from lockstep.config import Schedule
+from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
+from lockstep.follow.blocks import _least_worst
 from lockstep.layout import Layout
-from lockstep.modelplan import _least_worst
-from lockstep.parallel.timetable import check, peak_in_flight, timetable
-from lockstep.planner.hardware import Gpu, Machine
-from lockstep.planner.job import Job
-from lockstep.planner.memory import estimate_memory, in_flight
-from lockstep.planner.model import Shape
-from lockstep.planner.settings import settings
-from lockstep.planner.stacks import find_stack
-from lockstep.planner.stages import cut_by_work, stages_of_job
-from lockstep.planner.transformer import transformer
+from lockstep.links.cost import Link
+from lockstep.parallel.pipeline.timetable import check, peak_in_flight, timetable
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.memory import estimate_memory, in_flight
+from lockstep.planner.cost.stacks import find_stack
+from lockstep.planner.cost.stages import cut_by_work, stages_of_job
+from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.model.parts import Shape
+from lockstep.planner.model.transformer import transformer
+from lockstep.planner.show.paste import settings
 
 GPU = Gpu("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
 GPT = Shape(layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, positions=2048, dropout=True)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.config import Layer, resolve
+from lockstep.config.catalog import RECIPES
+from lockstep.config.schema import Layer, resolve
 from lockstep.errors import UserError
-from lockstep.planner.huggingface import from_values
-from lockstep.planner.model import Model
-from lockstep.planner.models import find_model
-from lockstep.planner.shapes import build
-from lockstep.recipes.catalog import RECIPES
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.model.huggingface import from_values
+from lockstep.planner.model.parts import Model
+from lockstep.planner.model.transformer_shape import build
 from lockstep.recipes.task import task_of
 
 PARAMETERS = {
@@ -220,7 +220,7 @@ SOURCE = """
 import torch
 from torch import nn
 from lockstep.recipes.lm import GPT
-from lockstep.recipes.catalog import LmSettings
+from lockstep.config.catalog import LmSettings
 
 def gpt():
     return GPT(LmSettings(layers=3, width=64, context=32))
@@ -269,7 +269,7 @@ def test_a_followed_gpt_has_the_numbers_of_the_formulas(source: str) -> None:
 
 def test_what_is_kept_is_what_autograd_keeps_of_a_real_forward() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 2))
-    from lockstep.planner.follow import follow
+    from lockstep.planner.model.follow import follow
 
     found = follow("small", model, lambda: model(torch.zeros(4, 6)), 4, 1)
     # The first product keeps its input, and the second what the sigmoid wrote and keeps as well.
@@ -313,8 +313,8 @@ def test_files_that_are_not_there_or_not_python_are_refused(tmp_path: Path) -> N
 
 def test_models_and_machines_are_found_without_torch() -> None:
     code = (
-        "import sys; from lockstep.planner.models import find_model;"
-        "from lockstep.planner.machines import find_machine;"
+        "import sys; from lockstep.planner.model.find_model import find_model;"
+        "from lockstep.planner.machine.find_machine import find_machine;"
         "find_model('llama-3-70b'); find_model('lm'); find_model('resnet50'); find_machine('64xh100');"
         "sys.exit('torch' in sys.modules)"
     )

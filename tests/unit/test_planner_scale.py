@@ -8,11 +8,11 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.job import Job
-from lockstep.planner.machines import find_machine
-from lockstep.planner.models import find_model
-from lockstep.planner.scale import Costs, daly, goodput, measured_costs, parse_sizes, scale, young
-from lockstep.planner.search import Asked
+from lockstep.planner.cost.job import Job
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.search.rank_layouts import Asked
+from lockstep.planner.search.scale import Costs, daly, goodput, measured_costs, parse_sizes, scale, young
 
 
 def test_the_interval_between_checkpoints_is_young_s_and_a_little_more() -> None:

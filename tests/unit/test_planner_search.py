@@ -9,17 +9,17 @@ from typing import get_args
 
 import pytest
 
-from lockstep.config import Layer, Schedule, parse_assignments, resolve
+from lockstep.config.schema import Layer, Schedule, parse_assignments, resolve
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.checks import check_job, divisors, verdict
-from lockstep.planner.fitting import enough_gpus, ways_to_fit
-from lockstep.planner.job import Job
-from lockstep.planner.machines import find_machine
-from lockstep.planner.models import find_model
-from lockstep.planner.search import Asked, fullest, search
-from lockstep.planner.settings import settings
-from lockstep.planner.step_time import estimate_time
+from lockstep.planner.cost.checks import check_job, divisors, verdict
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.step_time import estimate_time
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.search.fitting import enough_gpus, ways_to_fit
+from lockstep.planner.search.rank_layouts import Asked, fullest, search
+from lockstep.planner.show.paste import settings
 
 
 def base(model: str, cluster: str, gpus: int, global_batch: int) -> Job:

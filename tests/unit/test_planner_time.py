@@ -10,15 +10,11 @@ from statistics import fmean, median
 
 import pytest
 
-from lockstep.comm.model import Link
 from lockstep.layout import Layout
-from lockstep.planner.hardware import Gpu, Machine
-from lockstep.planner.job import Job
-from lockstep.planner.model import Shape
-from lockstep.planner.published import Case, read_cases
-from lockstep.planner.speeds import SPEEDS, Speeds, speeds_of
-from lockstep.planner.stacks import find_stack
-from lockstep.planner.step_time import (
+from lockstep.links.cost import Link
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.stacks import find_stack
+from lockstep.planner.cost.step_time import (
     CPU_LAUNCH,
     DEPTH,
     FP32_DEPTH,
@@ -30,7 +26,11 @@ from lockstep.planner.step_time import (
     part_work,
     product_seconds,
 )
-from lockstep.planner.transformer import transformer
+from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.speeds import SPEEDS, Speeds, speeds_of
+from lockstep.planner.model.parts import Shape
+from lockstep.planner.model.transformer import transformer
+from lockstep.planner.published import Case, read_cases
 
 GPU = Gpu("test", {"bf16": 100.0, "fp32": 50.0, "fp8": 200.0}, 1.0, 80.0, 1000.0, 100, 400.0, 40.0, "none", flash=0.5)
 MACHINE = Machine("test", GPU, 8, 8, inside=Link(1e-6, 1e-11), outside=Link(1e-5, 1e-10), congestion=0.0)

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.comm.model import Link
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.dry_run import Training
-from lockstep.planner.estimate import Memory
-from lockstep.planner.hardware import Gpu, Machine
-from lockstep.planner.job import Job
-from lockstep.planner.machines import find_machine
-from lockstep.planner.memory import estimate_memory
-from lockstep.planner.model import Shape
-from lockstep.planner.models import find_model
-from lockstep.planner.storages import Watch
-from lockstep.planner.torch_model import Transformer
-from lockstep.planner.trace import Collectives, Traced, cross_check, cross_check_text, trace_memory
-from lockstep.planner.transformer import transformer
+from lockstep.links.cost import Link
+from lockstep.planner.cost.estimate import Memory
+from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.machine.find_machine import find_machine
+from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.model.find_model import find_model
+from lockstep.planner.model.parts import Shape
+from lockstep.planner.model.transformer import transformer
+from lockstep.planner.trace.count import Collectives, Traced, cross_check, cross_check_text, trace_memory
+from lockstep.planner.trace.dry_run import Training
+from lockstep.planner.trace.storages import Watch
+from lockstep.planner.trace.torch_model import Transformer
 
 HIDDEN, VOCABULARY, TOKENS, LAYERS = 1024, 2048, 64, 2
 SHAPE = Shape(LAYERS, HIDDEN, 8, 4096, VOCABULARY, gated=True, tied=False, biases=False, norm="rms")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.kernel_names import short_kernel_name
-from lockstep.spans import common, length, outside, union
-from lockstep.trace_digest import MOST_GAPS, MOST_KERNELS, digest_trace
-from lockstep.trace_memory import MOST_POINTS, thinned, users_function
+from lockstep.observe.intervals import common, length, outside, union
+from lockstep.observe.kernel_names import short_kernel_name
+from lockstep.observe.trace_digest import MOST_GAPS, MOST_KERNELS, digest_trace
+from lockstep.observe.trace_memory import MOST_POINTS, thinned, users_function
 
 MAIN, GLOO, STREAM, NCCL_STREAM = 1, 2, 7, 20
 

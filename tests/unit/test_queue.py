@@ -11,11 +11,11 @@ import pytest
 
 from lockstep.cli.jobs import jobs_command
 from lockstep.errors import UserError
-from lockstep.events import EventLog, read_events
-from lockstep.folder import RunFolder
 from lockstep.launch import queue
-from lockstep.launch.follow import note_end, note_start
+from lockstep.launch.follow_job import note_end, note_start
 from lockstep.launch.queue import JobState, check_accepted, history_of, state_of
+from lockstep.record.folder import RunFolder
+from lockstep.record.log import EventLog, read_events
 from tests.runs import Made, write_run
 
 Programs = Callable[..., None]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from lockstep.errors import UserError
-from lockstep.rates import Rates, RateState, decoded, encoded
+from lockstep.step.rates import Rates, RateState, decoded, encoded
 
 STEPS, STOP_AFTER = 14, 5
 PARAMETER = nn.Parameter(torch.ones(2))

@@ -13,10 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data.loader import count_tokens
-from lockstep.errors import UserError
-from lockstep.recipes import lm, resnet, toy, vision, wikitext
-from lockstep.recipes.catalog import (
+from lockstep.config.catalog import (
     RECIPES,
     Cifar10Settings,
     DigitsSettings,
@@ -26,6 +23,9 @@ from lockstep.recipes.catalog import (
     Wikitext2Settings,
     find_recipe,
 )
+from lockstep.data.loader import count_tokens
+from lockstep.errors import UserError
+from lockstep.recipes import lm, resnet, toy, vision, wikitext
 from tests.sets import WRITE
 
 SMALL = LmSettings(context=16, width=16, layers=2, heads=2, validation_samples=5)
@@ -61,7 +61,7 @@ class TestCatalog:
         assert set(RECIPES) == {"lm", "digits", "linear", "wikitext2", "mnist", "cifar10"}
 
     def test_it_imports_without_torch(self):
-        code = "import sys, lockstep.recipes.catalog; sys.exit('torch' in sys.modules)"
+        code = "import sys, lockstep.config.catalog; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
     def test_a_mistyped_name_is_answered_with_the_nearest_one(self):

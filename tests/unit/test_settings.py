@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.config import LaunchConfig, NumericsConfig, PipelineConfig, RecoverConfig, ShardConfig, TensorConfig
-from lockstep.settings import script_settings
-from lockstep.toml import write_toml
+from lockstep.config.schema import (
+    LaunchConfig,
+    NumericsConfig,
+    PipelineConfig,
+    RecoverConfig,
+    ShardConfig,
+    TensorConfig,
+)
+from lockstep.config.toml import write_toml
+from lockstep.observe.settings import script_settings
 
 
 def settings_with(optimizer: Any, clip: Any = None) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from lockstep.cluster import Cluster, check_shared, find_cluster, known_clusters
+from lockstep.config.cluster import Cluster, check_shared, find_cluster, known_clusters
 from lockstep.errors import UserError
-from lockstep.launch.job import Job
+from lockstep.launch.cluster_job import Job
 from lockstep.launch.slurm import check_job, render
 
 GOLDEN = Path(__file__).parent.parent / "golden"

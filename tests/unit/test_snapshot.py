@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import cluster
+from lockstep.config import cluster
 from lockstep.errors import UserError
 from lockstep.launch import queue, snapshot
 from lockstep.launch.snapshot import copy_code, files_of

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lockstep.event_schema import Event
 from lockstep.faults.stragglers import Straggler, StragglerWatch, find_straggler, ranks_event
 from lockstep.layout import Layout
+from lockstep.record.events import Event
 
 
 def ranks(

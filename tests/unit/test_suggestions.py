@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console as Terminal
 
 from lockstep.cli.train import _next_commands
-from lockstep.folder import RunFolder
 from lockstep.page.report import leave_report
+from lockstep.record.folder import RunFolder
 
 
 def test_what_to_try_next_means_the_files_it_names() -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.format import step_folder
+from lockstep.checkpoint.disk.format import step_folder
 from lockstep.errors import InvariantError, MemoryFullError, NonFiniteError, SaveError, UserError
-from lockstep.events import EventLog, read_events
-from lockstep.faults import early
-from lockstep.faults.failure import (
+from lockstep.launch import agent as agent_module
+from lockstep.launch import supervise as module
+from lockstep.launch.nodes import Nodes
+from lockstep.launch.supervise import Supervisor
+from lockstep.record.failure import (
     MISMATCHED,
     Failure,
     Kind,
@@ -32,12 +34,10 @@ from lockstep.faults.failure import (
     user_call,
     user_line,
 )
-from lockstep.folder import RunFolder, this_attempt
-from lockstep.launch import LAUNCH
-from lockstep.launch import agent as agent_module
-from lockstep.launch import supervise as module
-from lockstep.launch.nodes import Nodes
-from lockstep.launch.supervise import Supervisor
+from lockstep.record.folder import RunFolder, this_attempt
+from lockstep.record.log import EventLog, read_events
+from lockstep.runtime import stop_signals as early
+from lockstep.runtime.rank_env import LAUNCH
 from tests.patience import wait_for
 
 HOST = short_host()

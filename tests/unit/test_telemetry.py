@@ -19,10 +19,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lockstep.event_schema import validate
-from lockstep.runtime.place import place_of
-from lockstep.runtime.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
-from lockstep.runtime.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds
+from lockstep.observe.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds
+from lockstep.record.events import validate
+from lockstep.runtime.host.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
+from lockstep.runtime.rank_env import place_of
 from tests.patience import wait_for
 
 GB = 10**9
@@ -219,7 +219,7 @@ def test_a_second_question_is_about_the_time_since_the_first() -> None:
 
 
 def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr("lockstep.observe.telemetry.SECONDS_BETWEEN_LOOKS", 0.01)
     host = PlantedHost()
     looks = []
 
@@ -364,7 +364,7 @@ def test_a_rank_that_cannot_measure_itself_tells_that_nothing_is_known(monkeypat
     def broken() -> float:
         raise ValueError("a kernel that nobody has heard of")
 
-    monkeypatch.setattr("lockstep.runtime.telemetry.processor_seconds", broken)
+    monkeypatch.setattr("lockstep.observe.telemetry.processor_seconds", broken)
     told = telemetry.take(workers=2)
     assert told.keys() == known.keys(), "the others gather it all the same"
     assert (told["cores"], told["memory"], told["host"], told["workers"]) == (None, None, None, 2)
@@ -376,7 +376,7 @@ def test_a_rank_that_cannot_measure_itself_tells_that_nothing_is_known(monkeypat
 
 def test_a_rank_that_burns_a_core_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # What other tests have started may compute meanwhile: children are counted, and are shown above.
-    monkeypatch.setattr("lockstep.runtime.telemetry.descendants", lambda _: [])
+    monkeypatch.setattr("lockstep.observe.telemetry.descendants", lambda _: [])
     ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
     for rank in ranks:
         rank.start()
@@ -408,8 +408,8 @@ def test_a_run_on_cpus_asks_the_driver_too_where_there_is_one(monkeypatch: pytes
         asked.append(threading.current_thread())
         return driver
 
-    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: True)
-    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", nvml)
+    monkeypatch.setattr("lockstep.observe.telemetry.has_driver", lambda _: True)
+    monkeypatch.setattr("lockstep.observe.telemetry._nvml", nvml)
     ranks = [Telemetry(place_of(rank, 2, head="a:1"), torch.device("cpu")) for rank in range(2)]
     assert asked == [threading.main_thread()], "once on a node, and not in a thread"
     ranks[0].start()
@@ -421,8 +421,8 @@ def test_a_run_on_cpus_asks_the_driver_too_where_there_is_one(monkeypatch: pytes
 
 
 def test_without_a_driver_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: False)
-    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: pytest.fail("nobody is there to ask"))
+    monkeypatch.setattr("lockstep.observe.telemetry.has_driver", lambda _: False)
+    monkeypatch.setattr("lockstep.observe.telemetry._nvml", lambda: pytest.fail("nobody is there to ask"))
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
     telemetry.start()
     told = wait_for_a_look(telemetry)
@@ -437,8 +437,8 @@ def test_a_library_of_the_driver_that_is_broken_is_no_library(
     def broken(*_: Any) -> Any:
         raise error("a library that nobody has heard of")
 
-    monkeypatch.setattr("lockstep.runtime.telemetry.has_driver", lambda _: True)
-    monkeypatch.setattr("lockstep.runtime.telemetry._nvml", lambda: SimpleNamespace(nvmlInit=broken))
+    monkeypatch.setattr("lockstep.observe.telemetry.has_driver", lambda _: True)
+    monkeypatch.setattr("lockstep.observe.telemetry._nvml", lambda: SimpleNamespace(nvmlInit=broken))
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
     telemetry.start()
     told = wait_for_a_look(telemetry)
@@ -463,7 +463,7 @@ def wait_for_a_look(telemetry: Telemetry) -> dict[str, Any]:
 
 
 def test_a_process_forked_while_the_host_is_sampled_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runtime.telemetry.SECONDS_BETWEEN_LOOKS", 0.0001)
+    monkeypatch.setattr("lockstep.observe.telemetry.SECONDS_BETWEEN_LOOKS", 0.0001)
     telemetry = Telemetry(place_of(0, 1), torch.device("cpu"))
     telemetry.start()
     for _ in range(20):

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from lockstep.events import EventLog, read_events
+from lockstep.record.log import EventLog, read_events
 from lockstep.sinks.tensorboard import TensorBoard
 from tests.runs import Made, run_events
 

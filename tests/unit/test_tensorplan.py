@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.parallel.stage import skeleton_of
-from lockstep.parallel.tensor import Role
-from lockstep.parallel.tensorplan import TensorPlan, plan_tensor
+from lockstep.parallel.pipeline.stage import skeleton_of
+from lockstep.parallel.tensor.modules import Role
+from lockstep.parallel.tensor.plan_matrices import TensorPlan, plan_tensor
 
 WIDTH = 24
 HEADS = 6

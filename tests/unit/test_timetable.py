@@ -12,10 +12,10 @@ from typing import get_args
 
 import pytest
 
-from lockstep.config import PipelineConfig, Schedule
+from lockstep.config.schema import PipelineConfig, Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.timetable import (
+from lockstep.parallel.pipeline.timetable import (
     Action,
     check,
     check_micro_batches,
@@ -236,7 +236,7 @@ def test_a_number_of_micro_batches_is_obeyed_or_refused_with_some_that_work(
 
 def test_names_and_checks_leave_torch_out_and_torch_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "import sys; from lockstep.parallel.timetable import check, stages_of; "
+        "import sys; from lockstep.parallel.pipeline.timetable import check, stages_of; "
         "check('zbv', 2, 2, 4); stages_of('zbv', 2, 2); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

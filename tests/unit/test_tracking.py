@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.events import EventLog, read_events
+from lockstep.record.log import EventLog, read_events
 from lockstep.sinks import tracking
-from lockstep.sinks.numbers import Numbers
+from lockstep.sinks.scalars import Numbers
 from lockstep.sinks.trackers import Tracker, check_installed
 from lockstep.sinks.tracking import Ending, Sent, follow
 from tests.runs import Made, run_events, write_run

@@ -10,11 +10,11 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.faults.recover import BufferCopies
+from lockstep.follow.rehearsal import without_data
 from lockstep.layout import Layout
-from lockstep.parallel.alone import WholeSteps
-from lockstep.parallel.rehearsal import without_data
-from lockstep.parallel.stay import ParametersStay
-from lockstep.parallel.trainable import Trainable
+from lockstep.parallel.whole.alone import WholeSteps
+from lockstep.parallel.whole.stay import ParametersStay
+from lockstep.parallel.whole.trainable import Trainable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lockstep.causes import Verdict, judge
 from lockstep.errors import UserError
-from lockstep.recording import Recording, keep_blocks, read_recording
-from lockstep.verify import (
+from lockstep.prove.causes import Verdict, judge
+from lockstep.prove.recording import Recording, keep_blocks, read_recording
+from lockstep.prove.verify import (
     GRADIENT,
     LOSS,
     NORM,

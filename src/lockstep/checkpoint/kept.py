@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.checkpoint.boxes import whole_piece
-from lockstep.checkpoint.files import check_dtypes, reading
-from lockstep.checkpoint.format import DamageError, Whole
-from lockstep.checkpoint.load import read_whole
+from lockstep.checkpoint.disk.boxes import whole_piece
+from lockstep.checkpoint.disk.files import check_dtypes, reading
+from lockstep.checkpoint.disk.format import DamageError, Whole
+from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.state import COPIES, Holding
 from lockstep.errors import UserError
-from lockstep.faults.invariants import digests_of
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.tensor_digest import digests_of
 
 Tensors = dict[str, torch.Tensor]
 PLAIN = (bool, int, str)

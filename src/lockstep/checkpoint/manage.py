@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.amounts import bytes_text
-from lockstep.checkpoint import format as fmt
-from lockstep.checkpoint.attempts import begin_attempt, check_still_ours, end_attempt
-from lockstep.checkpoint.files import check_dtypes, versions
-from lockstep.checkpoint.format import (
+from lockstep.checkpoint.disk import format as fmt
+from lockstep.checkpoint.disk.attempts import begin_attempt, check_still_ours, end_attempt
+from lockstep.checkpoint.disk.files import check_dtypes, versions
+from lockstep.checkpoint.disk.format import (
     Best,
     DamageError,
     Index,
@@ -27,8 +26,8 @@ from lockstep.checkpoint.format import (
     steps_on_disk,
     write_index,
 )
+from lockstep.checkpoint.disk.pick import newest_whole
 from lockstep.checkpoint.kept import Kept, kept_holdings
-from lockstep.checkpoint.pick import newest_whole
 from lockstep.checkpoint.resume import find_start, go_on_from, is_of
 from lockstep.checkpoint.save import SPARE_DISK, Saved, Writer, room_short_of
 from lockstep.checkpoint.state import (
@@ -42,16 +41,19 @@ from lockstep.checkpoint.state import (
     set_by_script,
     written_here,
 )
+from lockstep.config.toml import read_toml
 from lockstep.engine import Engine
 from lockstep.errors import RecoveryError, SaveError, UserError
-from lockstep.faults.stop import BYTES_PER_SECOND
-from lockstep.folder import CONFIG, RunFolder
-from lockstep.optim import states_per_parameter
+from lockstep.record.folder import CONFIG, RunFolder
 from lockstep.runtime.comm import Comm
-from lockstep.toml import read_toml
+from lockstep.step.optim import states_per_parameter
+from lockstep.text.units import bytes_text
 
 SECONDS_TO_COMPLETE = 8.0
 """How long a run that fails waits for a checkpoint that is being written."""
+
+BYTES_PER_SECOND = 100e6
+"""How fast a disk is taken to be before the first checkpoint has shown it."""
 
 
 class Checkpoints:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.format import (
+from lockstep.checkpoint.disk.format import (
     PipelineState,
     Whole,
     checkpoints_folder,
@@ -15,10 +15,10 @@ from lockstep.checkpoint.format import (
     step_folder,
     steps_on_disk,
 )
-from lockstep.checkpoint.pick import newest_whole
-from lockstep.config import PipelineConfig
+from lockstep.checkpoint.disk.pick import newest_whole
+from lockstep.config.schema import PipelineConfig
 from lockstep.errors import UserError
-from lockstep.parallel.timetable import stages_of
+from lockstep.parallel.pipeline.timetable import stages_of
 
 WENT_BACK = ".went-back"
 """Names the checkpoint that a user last told the run to go back to."""

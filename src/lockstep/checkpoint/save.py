@@ -27,16 +27,16 @@ from pathlib import Path
 import psutil
 import torch
 
-from lockstep.amounts import bytes_text
-from lockstep.checkpoint import attempts
-from lockstep.checkpoint import format as fmt
-from lockstep.checkpoint.boxes import Piece
-from lockstep.checkpoint.files import Entry, ShardReader, aligned, dtype_name, write_shard
-from lockstep.checkpoint.format import Chunk, DamageError, Index, StoredFile, StoredTensor
+from lockstep.checkpoint.disk import attempts
+from lockstep.checkpoint.disk import format as fmt
+from lockstep.checkpoint.disk.boxes import Piece
+from lockstep.checkpoint.disk.files import Entry, ShardReader, aligned, dtype_name, write_shard
+from lockstep.checkpoint.disk.format import Chunk, DamageError, Index, StoredFile, StoredTensor
 from lockstep.checkpoint.state import Holding
 from lockstep.errors import SaveError
-from lockstep.runtime.beat import Beat
+from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.notices import Abandoned, Notices
+from lockstep.text.units import bytes_text
 
 SPARE_MEMORY = 1 << 28
 SPARE_DISK = 1 << 26

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.attention import BACKENDS
-from lockstep.checkpoint.boxes import Piece, Replicas, Segment, narrowed, pieces_of, shares, whole_piece
-from lockstep.checkpoint.files import DTYPES, dtype_name
-from lockstep.checkpoint.format import Group, Index, OptimizerState, StoredTensor, Whole, shown
-from lockstep.checkpoint.load import Target, fill
+from lockstep.checkpoint.disk.boxes import Piece, Replicas, Segment, narrowed, pieces_of, shares, whole_piece
+from lockstep.checkpoint.disk.files import DTYPES, dtype_name
+from lockstep.checkpoint.disk.format import Group, Index, OptimizerState, StoredTensor, Whole, shown
+from lockstep.checkpoint.disk.load import Target, fill
 from lockstep.errors import UserError
-from lockstep.parallel.dtensors import like, local_part
-from lockstep.rates import RateState
+from lockstep.runtime.dtensors import like, local_part
+from lockstep.step.attention import BACKENDS
+from lockstep.step.rates import RateState
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.faults import early
+from lockstep.runtime import stop_signals
 
 TRAIN = ("run", "train")
 """Commands that a scheduler stops, with a code that says so."""
@@ -13,14 +13,14 @@ TRAIN = ("run", "train")
 def main() -> None:
     """Run a command. Wrong input is one sentence on stderr and exit code 2."""
     if sys.argv[1:2] and sys.argv[1] in TRAIN:
-        early.listen(early.stop_the_command)  # first: what follows takes a while to import
+        stop_signals.listen(stop_signals.stop_the_command)  # first: what follows takes a while to import
     try:
         from lockstep.cli.app import run_app
 
         code = run_app()
-    except early.StopError as stop:
+    except stop_signals.StopError as stop:
         print(f"lockstep: ended by {stop.number.name} before the training began", file=sys.stderr)
         code = stop.code
     if sys.argv[1:2] and sys.argv[1] in TRAIN:
-        early.ignore()
+        stop_signals.ignore()
     sys.exit(code)

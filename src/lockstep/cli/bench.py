@@ -19,12 +19,12 @@ from lockstep.errors import UserError, unknown
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.cluster import Cluster
-    from lockstep.comm.bench import Work
-    from lockstep.comm.expected import Expected, Network
-    from lockstep.comm.measured import Bench, Pair, Row, Speed
-    from lockstep.comm.model import Collective
+    from lockstep.checkup.bench import Work
+    from lockstep.config.cluster import Cluster
     from lockstep.launch.meeting import Meeting
+    from lockstep.links.cost import Collective
+    from lockstep.links.expected import Expected, Network
+    from lockstep.links.measured import Bench, Pair, Row, Speed
 
 FACTOR = 4
 SIZES = {"cpu": "1kB:64MB", "cuda": "1kB:1GB"}
@@ -61,7 +61,7 @@ def bench_command(
     """
     from rich.console import Console as Terminal
 
-    from lockstep.cluster import find_cluster
+    from lockstep.config.cluster import find_cluster
     from lockstep.launch.meeting import meet
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import Layout
@@ -92,7 +92,7 @@ def bench_command(
     }
     with meet(found_nodes, SECONDS_TO_MEET) as meeting:
         counts = _agree(meeting, {"nproc": count, **asked, "share_gpu": bool(share_gpu)})
-        from lockstep.comm.bench import Work
+        from lockstep.checkup.bench import Work
 
         work = Work(
             layout=Layout.parse(layout or "dp=auto").resolve(sum(counts)),
@@ -140,13 +140,13 @@ class Results:
 
     def networks(self) -> list[Network]:
         """Of every node."""
-        from lockstep.comm.expected import Network
+        from lockstep.links.expected import Network
 
         return [Network.from_json(told) for told in {rank["node"]: rank["network"] for rank in self.ranks}.values()]
 
     def expected(self) -> dict[bool, Expected]:
         """What pairs inside a node and between nodes should give."""
-        from lockstep.comm.expected import expect
+        from lockstep.links.expected import expect
 
         return expect(self.profile, self.networks() if len(set(self.nodes)) > 1 else [], self.work.backend)
 
@@ -155,9 +155,9 @@ class Results:
         import torch
 
         import lockstep
-        from lockstep.comm.expected import find_disappointments
-        from lockstep.comm.links import find_slow
-        from lockstep.comm.measured import Bench, fits_of, medians
+        from lockstep.links.expected import find_disappointments
+        from lockstep.links.measured import Bench, fits_of, medians
+        from lockstep.links.slow_links import find_slow
 
         usual = {inside: found[0] for inside, found in medians(self.pairs, self.nodes).items()}
         findings = find_slow(self.pairs, self.nodes, self.hosts)
@@ -200,7 +200,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _collectives(text: str | None) -> tuple[Collective, ...]:
-    from lockstep.comm.model import Collective
+    from lockstep.links.cost import Collective
 
     known = get_args(Collective)
     if text is None:
@@ -249,9 +249,9 @@ def _announce(work: Work, ranks: int, nodes: int, terminal: Terminal) -> None:
 
 def _measure(work: Work, count: int, meeting: Meeting, results: Results, terminal: Terminal | None) -> int:
     """Have the ranks measure, and show rows as they come; returns the exit code as far as it is known then."""
-    from lockstep.comm.bench import measure
-    from lockstep.comm.show import Rows, show_speeds
+    from lockstep.checkup.bench import measure
     from lockstep.launch.probe import CONSEQUENCE, first_trouble, run_ranks
+    from lockstep.links.bench_show import Rows, show_speeds
 
     rows = Rows(terminal) if terminal else None
 
@@ -299,8 +299,8 @@ def _finish(
     bench: Bench, results: Results, terminal: Terminal, chart: Path | None, output: Path | None, as_json: bool
 ) -> int:
     """Show what follows from all rows, and write it; returns 1 where something was found."""
-    from lockstep.comm.measured import write_bench
-    from lockstep.comm.show import draw_charts, show_chart, show_fits, show_pairs
+    from lockstep.links.bench_show import draw_charts, show_chart, show_fits, show_pairs
+    from lockstep.links.measured import write_bench
 
     if bench.fits:
         show_fits(bench.fits, terminal)
@@ -326,8 +326,8 @@ def _finish(
 
 def _keep(bench: Bench) -> str:
     """Leave the results where they can be found again; says in a line where that is."""
-    from lockstep.comm.measured import file_name, is_better, write_bench
     from lockstep.data.sets import cache_folder
+    from lockstep.links.measured import file_name, is_better, write_bench
 
     path = cache_folder() / "bench" / file_name(bench)
     if not is_better(bench, path):

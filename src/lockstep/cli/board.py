@@ -23,8 +23,8 @@ def board_command(
     """Show runs in a browser as they go on; read-only, until Ctrl-C."""
     from rich.console import Console as Terminal
 
-    from lockstep.folder import existing_runs
     from lockstep.page.serve import follow, in_url, open_board
+    from lockstep.record.folder import existing_runs
 
     terminal = Terminal(highlight=False)
     folders = existing_runs(runs)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.amounts import bytes_text
 from lockstep.cli import options as opt
 from lockstep.errors import UserError
+from lockstep.text.units import bytes_text
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.format import Index
+    from lockstep.checkpoint.disk.format import Index
 
 app = typer.Typer(
     name="ckpt",
@@ -36,8 +36,8 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
     from rich.console import Console as Terminal
     from rich.table import Table
 
-    from lockstep.checkpoint.format import DamageError, open_checkpoint, shown, step_folder
-    from lockstep.checkpoint.pick import run_steps
+    from lockstep.checkpoint.disk.format import DamageError, open_checkpoint, shown, step_folder
+    from lockstep.checkpoint.disk.pick import run_steps
 
     rows: list[dict[str, Any]] = []
     for step in run_steps(run):
@@ -77,9 +77,9 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
 @app.command("verify")
 def verify_command(run: Run, as_json: opt.Json = False) -> int:
     """Read every byte of a checkpoint, or of all of a run's, and check it; exit 1 names the bad file."""
-    from lockstep.checkpoint.files import verify_checkpoint
-    from lockstep.checkpoint.format import DamageError, is_checkpoint, step_folder
-    from lockstep.checkpoint.pick import run_steps
+    from lockstep.checkpoint.disk.files import verify_checkpoint
+    from lockstep.checkpoint.disk.format import DamageError, is_checkpoint, step_folder
+    from lockstep.checkpoint.disk.pick import run_steps
 
     is_one = is_checkpoint(run)
     if is_one and not run.is_dir():
@@ -116,9 +116,9 @@ def diff_command(
     from rich.console import Console as Terminal
     from rich.table import Table
 
-    from lockstep.checkpoint.compare import compare
-    from lockstep.checkpoint.format import shown
-    from lockstep.checkpoint.pick import pick
+    from lockstep.checkpoint.disk.diff import compare
+    from lockstep.checkpoint.disk.format import shown
+    from lockstep.checkpoint.disk.pick import pick
 
     one, other = pick(a, step), pick(b, step)
     found = compare(one, other)
@@ -152,12 +152,12 @@ def export_command(
     as_json: opt.Json = False,
 ) -> int:
     """Write the whole model to one file, or to shards with an index, without a GPU; needs memory for one tensor."""
-    from lockstep.checkpoint.pick import pick
+    from lockstep.checkpoint.disk.pick import pick
 
     checkpoint = pick(run, step)
     shard_bytes = opt.parse_size(shard_size)
-    from lockstep.checkpoint.export import export
-    from lockstep.checkpoint.format import DamageError
+    from lockstep.checkpoint.disk.format import DamageError
+    from lockstep.checkpoint.exchange.export import export
 
     try:
         files = export(checkpoint, output, optimizer=optimizer, shard_bytes=shard_bytes)
@@ -190,8 +190,8 @@ def import_command(
         raise UserError(f"unknown dtype {dtype!r}", f"choose one of {', '.join(DTYPES)}")
     import torch
 
-    from lockstep.checkpoint.foreign import import_weights
-    from lockstep.checkpoint.format import shown
+    from lockstep.checkpoint.disk.format import shown
+    from lockstep.checkpoint.exchange.foreign import import_weights
 
     kinds = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
     folder, foreign = import_weights(source, run, kinds[dtype] if dtype else None)

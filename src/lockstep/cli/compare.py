@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
-from lockstep.cli.trial import launch_in
+from lockstep.cli.short_runs import launch_in
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.compare import Comparison, Machine, Timed
-    from lockstep.config import Config, Resolved
-    from lockstep.contenders import Contender
+    from lockstep.compare.contenders import Contender
+    from lockstep.compare.table import Comparison, Machine, Timed
+    from lockstep.config.schema import Config, Resolved
     from lockstep.launch.supervise import Outcome
 
     Entrants = Mapping[Contender, Resolved]
@@ -59,7 +59,7 @@ def compare_command(
     import psutil
     from rich.console import Console as Terminal
 
-    from lockstep.compare import Machine
+    from lockstep.compare.table import Machine
 
     terminal = Terminal(stderr=as_json, highlight=False)
     opt.check_output("--chart", chart, ".svg")
@@ -80,8 +80,8 @@ def _entrants(
     what: str | None, layouts: str | None, told: dict[str, Any], assignments: list[str]
 ) -> tuple[Entrants, str]:
     """All of what is to be compared, checked before anything starts; and the device it runs on."""
-    from lockstep import config as cfg
-    from lockstep.contenders import read_contenders, settle
+    from lockstep.compare.contenders import read_contenders, settle
+    from lockstep.config import schema as cfg
     from lockstep.runtime.device import visible_gpus
 
     layers = [
@@ -115,7 +115,7 @@ def _names(layouts: str | None, usual: int) -> list[str]:
 def _check_with_torch(entrants: Entrants, device: str) -> None:
     """What only shows when the recipe is built, or cut."""
     from lockstep.cli.train import check_with_torch
-    from lockstep.parallel.compile import check_compile
+    from lockstep.parallel.build.compile import check_compile
 
     check_with_torch(next(iter(entrants.values())), device)
     for contender, resolved in entrants.items():
@@ -142,8 +142,8 @@ class Results:
 
 def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal) -> Results:
     """Run all in turns."""
-    from lockstep.compare import read_run
-    from lockstep.events import read_events
+    from lockstep.compare.table import read_run
+    from lockstep.record.log import read_events
 
     found = Results()
     turns = [(turn, *entrant) for turn in range(1, repeats + 1) for entrant in entrants.items()]
@@ -192,7 +192,7 @@ def _own_environment(threads: int) -> Iterator[None]:
 
 def _compared(entrants: Entrants, results: Results, machine: Machine) -> Comparison:
     """What follows from the runs."""
-    from lockstep.compare import Comparison, remarks, tabulate
+    from lockstep.compare.table import Comparison, remarks, tabulate
 
     contenders, configs = list(entrants), [resolved.config for resolved in entrants.values()]
     config = configs[0]
@@ -224,8 +224,8 @@ def _finish(
     terminal: Terminal,
 ) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
-    from lockstep.compare import draw_chart, to_json
-    from lockstep.compare_show import show_table
+    from lockstep.compare.show import show_table
+    from lockstep.compare.table import draw_chart, to_json
 
     show_table(comparison, terminal)
     code = stopped or int(any(row.failure or row.same_loss is False for row in comparison.rows))
@@ -237,8 +237,8 @@ def _finish(
         opt.write_output(chart, draw_chart(comparison))
         terminal.print(f"speed-ups drawn in {chart}", markup=False)
     if page is not None:
-        from lockstep.page.compared import comparison_page
         from lockstep.page.html import page_html
+        from lockstep.page.sections.compared import comparison_page
 
         opt.write_output(page, page_html(comparison_page(comparison, time.time())))
         terminal.print(f"the page is {page}", markup=False)

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.comm.doctor import Report
+    from lockstep.checkup.doctor import Report
 
 
 def doctor_command(
@@ -38,10 +38,10 @@ def doctor_command(
     """
     from rich.console import Console as Terminal
 
-    from lockstep.launch.allocation import find_allocation
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import Layout
-    from lockstep.runtime.place import expand_hostlist
+    from lockstep.runtime.rank_env import expand_hostlist
+    from lockstep.runtime.slurm_env import find_allocation
 
     terminal = Terminal(stderr=as_json, highlight=False)
     if device not in (None, "cpu", "cuda"):
@@ -59,7 +59,7 @@ def doctor_command(
     names = names if len(names) == where.most else [f"node {number}" for number in range(where.most)]
 
     with terminal.status("loading torch") as shown:
-        from lockstep.comm.doctor import Wanted, examine
+        from lockstep.checkup.doctor import Wanted, examine
 
         def show(text: str) -> None:
             shown.update(text) if text else shown.stop()
@@ -81,7 +81,7 @@ def _show(report: Report, terminal: Terminal) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from lockstep.comm.topology import draw
+    from lockstep.links.topology import draw
 
     for node in report.nodes:
         terminal.print("\n".join(draw(node)), markup=False, soft_wrap=True)

@@ -21,7 +21,7 @@ def generate_command(
     as_json: opt.Json = False,
 ) -> int:
     """Let the language model of a run go on from a text."""
-    from lockstep.use import generate
+    from lockstep.load_run import generate
 
     made = generate(run, text, length=length, temperature=temperature, seed=seed, step=step)
     print(json.dumps({"run": str(run), "prompt": text, "text": made}) if as_json else text + made)

@@ -39,7 +39,7 @@ def jobs_command(
     from rich.console import Console as Terminal
     from rich.table import Table
 
-    from lockstep.folder import EVENTS, lost_lines
+    from lockstep.record.folder import EVENTS, lost_lines
 
     folders = runs or [Path("runs")]
     for folder in folders:
@@ -72,10 +72,10 @@ def jobs_command(
 
 
 def _line(path: Path) -> RunLine:
-    from lockstep.events import events_from
-    from lockstep.folder import RunFolder
-    from lockstep.launch.follow import note_end
+    from lockstep.launch.follow_job import note_end
     from lockstep.launch.queue import state_of
+    from lockstep.record.folder import RunFolder
+    from lockstep.record.log import events_from
 
     folder = RunFolder(path, 1)
     state, step, total, loss, starts, job, job_state, lost = "waiting", None, None, None, 0, None, None, 0

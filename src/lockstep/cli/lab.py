@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.amounts import bytes_text
 from lockstep.cli import options as opt
 from lockstep.errors import UserError
+from lockstep.text.units import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.comm.model import Algorithm, Collective
     from lockstep.lab.collectives import Shown
     from lockstep.lab.layouts import Topic
     from lockstep.lab.timing import Measured
+    from lockstep.links.cost import Algorithm, Collective
 
 app = typer.Typer(
     name="lab",
@@ -119,8 +119,8 @@ def _unless_a_rank_fails(show: Callable[[], int]) -> int:
 def _show_collective(asked: Asked) -> int:
     from rich.console import Console as Terminal
 
-    from lockstep.comm.model import ALGORITHMS, check_algorithm
     from lockstep.lab.collectives import check_ranks
+    from lockstep.links.cost import ALGORITHMS, check_algorithm
 
     check_ranks(asked.ranks)
     if asked.algorithm is not None:
@@ -163,7 +163,7 @@ def _show_agreement(everything: list[Shown], terminal: Terminal) -> None:
 
 def _possible(collective: Collective, ranks: int) -> tuple[list[Algorithm], list[str]]:
     """The algorithms that so many ranks can do, and a line for each that they cannot."""
-    from lockstep.comm.model import ALGORITHMS, check_algorithm
+    from lockstep.links.cost import ALGORITHMS, check_algorithm
 
     possible, left_out = [], []
     for algorithm in ALGORITHMS[collective]:
@@ -179,7 +179,7 @@ def _measured(asked: Asked, everything: list[Shown], terminal: Terminal) -> tupl
     """Time the algorithms over slow cables; None and why, where that cannot be."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from lockstep.lab.network import NotHereError
+    from lockstep.lab.cables import NotHereError
     from lockstep.lab.timing import measure
 
     if not asked.measures or asked.ranks == 1:
@@ -204,8 +204,8 @@ def _measured(asked: Asked, everything: list[Shown], terminal: Terminal) -> tupl
 
 
 def _rows(asked: Asked, everything: list[Shown], measured: Measured | None) -> list[dict[str, Any]]:
-    from lockstep.comm.model import Link, predict
     from lockstep.lab.collectives import cost_of
+    from lockstep.links.cost import Link, predict
 
     link = measured.link if measured else Link(0.0, 1 / asked.bytes_per_second)
     rows = []
@@ -298,7 +298,7 @@ def pipeline_command(
 
     from lockstep.lab.draw_pipeline import as_svg, in_terminal
     from lockstep.lab.pipeline import play
-    from lockstep.parallel.timetable import ONE_STAGE
+    from lockstep.parallel.pipeline.timetable import ONE_STAGE
 
     opt.check_output("--draw", draw, ".svg")
     played = play(schedule, stages, per_rank or (1 if schedule in ONE_STAGE else 2), micro_batches)  # type: ignore[arg-type]

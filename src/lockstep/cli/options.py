@@ -18,9 +18,9 @@ from lockstep.errors import UserError, nearest, reason
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config import LaunchConfig, Layer
-    from lockstep.folder import RunFolder
+    from lockstep.config.schema import LaunchConfig, Layer
     from lockstep.launch.nodes import Nodes as NodesOfRun
+    from lockstep.record.folder import RunFolder
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
 Nodes = Annotated[str | None, typer.Option(help="Nodes of the run, 2 or 3:4 (at least 3); start it on each of them.")]
@@ -53,9 +53,9 @@ def given(**options: Any) -> dict[str, Any]:
 
 def named_layer(what: str | None) -> list[Layer]:
     """The config values that naming a recipe or a TOML file gives."""
-    from lockstep.config import Layer
-    from lockstep.folder import name_after
-    from lockstep.toml import read_toml
+    from lockstep.config.schema import Layer
+    from lockstep.config.toml import read_toml
+    from lockstep.record.folder import name_after
 
     if what is None:
         return []
@@ -66,7 +66,7 @@ def named_layer(what: str | None) -> list[Layer]:
 
 def find_run(run: Path) -> Path:
     """The folder of a run, which may have no events yet; else a sentence with the nearest one that is there."""
-    from lockstep.folder import CONFIG, EVENTS, JOB_SCRIPT
+    from lockstep.record.folder import CONFIG, EVENTS, JOB_SCRIPT
 
     def is_run(path: Path) -> bool:
         return any((path / name).exists() for name in (EVENTS, CONFIG, JOB_SCRIPT))
@@ -147,8 +147,8 @@ def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str
 
 def is_done(run_dir: Path | None) -> bool:
     """Whether this is a later start of a job whose run is finished, by a start that Slurm had lost sight of."""
-    from lockstep.folder import look_back
-    from lockstep.launch.allocation import find_allocation
+    from lockstep.record.folder import look_back
+    from lockstep.runtime.slurm_env import find_allocation
 
     job = find_allocation()
     return run_dir is not None and job is not None and job.restart > 0 and look_back(run_dir).kind == "end"
@@ -156,7 +156,7 @@ def is_done(run_dir: Path | None) -> bool:
 
 def check_resume(resume: str, folder: RunFolder) -> None:
     """`--resume` is auto, never or a whole checkpoint; one that only began the run may be gone since."""
-    from lockstep.checkpoint.format import steps_on_disk
+    from lockstep.checkpoint.disk.format import steps_on_disk
 
     if resume not in ("auto", "never") and not (folder.continues and steps_on_disk(folder.path)):
         from lockstep.checkpoint.resume import given_checkpoint
@@ -175,7 +175,7 @@ def print_plan(
     """What `--dry-run` shows: every value, where it came from, and which run it would be; `more` goes into its JSON."""
     from rich.table import Table
 
-    from lockstep.config import flatten
+    from lockstep.config.schema import flatten
 
     values = dict(flatten(config.model_dump(mode="json")))
     if as_json:
@@ -202,14 +202,14 @@ def train_in(
     on_oom: str,
 ) -> int:
     """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
-    from lockstep.faults import early
-    from lockstep.folder import EXIT_CODE, create_folder, hold, is_held, take_back
-    from lockstep.launch.allocation import find_allocation
-    from lockstep.launch.follow import note_start
+    from lockstep.launch.follow_job import note_start
     from lockstep.launch.local import launch
     from lockstep.launch.nodes import settle_head
-    from lockstep.page.reading import RunReader
+    from lockstep.page.reading.reader import RunReader
     from lockstep.page.report import leave_report
+    from lockstep.record.folder import EXIT_CODE, create_folder, hold, is_held, take_back
+    from lockstep.runtime import stop_signals
+    from lockstep.runtime.slurm_env import find_allocation
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 
@@ -237,7 +237,7 @@ def train_in(
                 on_oom=config.on_oom or on_oom,
                 is_ours=partial(is_held, folder.path, lock) if lock else None,
             )
-            early.ignore()  # its code is known
+            stop_signals.ignore()  # its code is known
         finally:
             console.close()
         is_ours = lock is not None and is_held(folder.path, lock)
@@ -259,7 +259,7 @@ def train_in(
 
 def result(folder: RunFolder, code: int) -> dict[str, Any]:
     """What `--json` prints of a run: where it is, how it ended, its last scores."""
-    from lockstep.events import read_events, without_non_finite
+    from lockstep.record.log import read_events, without_non_finite
 
     result: dict[str, Any] = {"run": str(folder.path), "exit": code}
     last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console as Terminal
 
-    from lockstep.planner.dry_run import Training
-    from lockstep.planner.hardware import Machine
-    from lockstep.planner.job import Job
-    from lockstep.planner.request import Request, Typed
-    from lockstep.planner.scale import Costs
+    from lockstep.planner.cost.job import Job
+    from lockstep.planner.machine.hardware import Machine
+    from lockstep.planner.search.request import Request, Typed
+    from lockstep.planner.search.scale import Costs
+    from lockstep.planner.trace.dry_run import Training
 
 
 def plan_command(
@@ -80,7 +80,7 @@ def plan_command(
     """
     from rich.console import Console as Terminal
 
-    from lockstep.planner.request import Typed, check_choice, read_request
+    from lockstep.planner.search.request import Typed, check_choice, read_request
 
     terminal = Terminal(stderr=as_json, highlight=False)
     opt.check_output("--chart", chart, ".svg")
@@ -124,14 +124,14 @@ def _plan_one(
     request: Request, tokens: float | None, explain: bool, trace: bool, as_json: bool, terminal: Terminal
 ) -> int:
     """One layout, term by term."""
-    from lockstep.planner.checks import check_job, host_remarks, verdict
-    from lockstep.planner.estimate import fullest_of
-    from lockstep.planner.fitting import ways_to_fit
-    from lockstep.planner.memory import estimate_memory
-    from lockstep.planner.results import candidate_json, job_json, memory_json, time_json
-    from lockstep.planner.search_show import show_enough, show_ways
-    from lockstep.planner.show import show_command, show_one, show_remarks
-    from lockstep.planner.step_time import estimate_time
+    from lockstep.planner.cost.checks import check_job, host_remarks, verdict
+    from lockstep.planner.cost.estimate import fullest_of
+    from lockstep.planner.cost.memory import estimate_memory
+    from lockstep.planner.cost.step_time import estimate_time
+    from lockstep.planner.search.fitting import ways_to_fit
+    from lockstep.planner.show.one_layout import show_command, show_one, show_remarks
+    from lockstep.planner.show.results import candidate_json, job_json, memory_json, time_json
+    from lockstep.planner.show.search_table import show_enough, show_ways
 
     job, chosen = _settled(request)
     build = _traceable(request, job) if trace else None
@@ -171,8 +171,8 @@ def _settled(request: Request) -> tuple[Job, list[str]]:
     """The job of a layout. Where nobody said a micro-batch it is the one that is fastest of those that fit."""
     from dataclasses import replace
 
-    from lockstep.planner.checks import check_job
-    from lockstep.planner.search import search
+    from lockstep.planner.cost.checks import check_job
+    from lockstep.planner.search.rank_layouts import search
 
     asked, base = request.asked, request.base
     assert request.layout is not None
@@ -204,11 +204,11 @@ def _search(
     request: Request, tokens: float | None, chart: Path | None, explain: bool, as_json: bool, terminal: Terminal
 ) -> int:
     """All layouts, ranked."""
-    from lockstep.planner.checks import check_job, host_remarks
-    from lockstep.planner.results import candidate_json, plan_json, time_json
-    from lockstep.planner.search import search
-    from lockstep.planner.search_show import draw_front, show_enough, show_found, show_front, show_nothing
-    from lockstep.planner.show import show_command, show_cost, show_remarks, title
+    from lockstep.planner.cost.checks import check_job, host_remarks
+    from lockstep.planner.search.rank_layouts import search
+    from lockstep.planner.show.one_layout import show_command, show_cost, show_remarks, title
+    from lockstep.planner.show.results import candidate_json, plan_json, time_json
+    from lockstep.planner.show.search_table import draw_front, show_enough, show_found, show_front, show_nothing
 
     found = search(request.base, request.world_size, request.asked)
     terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
@@ -247,7 +247,7 @@ def _search(
 
 def _explain(job: Job, terminal: Terminal) -> None:
     """The arithmetic of a job's memory, and that of a course and of a paper."""
-    from lockstep.planner.explain import course_text, explain_text
+    from lockstep.planner.show.terms import course_text, explain_text
 
     for text in (explain_text(job), course_text()):
         terminal.print(f"\n{text}", markup=False, soft_wrap=True)
@@ -255,8 +255,8 @@ def _explain(job: Job, terminal: Terminal) -> None:
 
 def _traceable(request: Request, job: Job) -> Callable[[], Training] | None:
     """What builds the model that is traced, None: its numbers do; refuses what cannot be, before anything is shown."""
-    from lockstep.planner.trace import refuse_untraceable
-    from lockstep.planner.tracing import training_of
+    from lockstep.planner.trace.count import refuse_untraceable
+    from lockstep.planner.trace.subject import training_of
 
     build = training_of(request.typed.model, request.told, request.typed.sequence)
     refuse_untraceable(job, build is not None)
@@ -267,9 +267,9 @@ def _trace(job: Job, build: Callable[[], Training] | None, terminal: Terminal) -
     """The formulas beside what the real model, cut for real, would hold."""
     from dataclasses import asdict
 
-    from lockstep.amounts import bytes_text
-    from lockstep.planner.memory import estimate_memory
-    from lockstep.planner.trace import cross_check, cross_check_text, trace_memory
+    from lockstep.planner.cost.memory import estimate_memory
+    from lockstep.planner.trace.count import cross_check, cross_check_text, trace_memory
+    from lockstep.text.units import bytes_text
 
     with terminal.status("cutting the model and running a step without data"):
         traced = trace_memory(job, build)
@@ -289,8 +289,8 @@ def _costs(mtbf_hours: float | None, save_seconds: float | None, run: Path | Non
     """What is known of failures and saving."""
     from dataclasses import replace
 
-    from lockstep.events import read_events
-    from lockstep.planner.scale import Costs, measured_costs
+    from lockstep.planner.search.scale import Costs, measured_costs
+    from lockstep.record.log import read_events
 
     costs = Costs()
     if run is not None:
@@ -317,12 +317,12 @@ def _scale(
     """Both scaling curves."""
     from dataclasses import replace
 
-    from lockstep.planner.request import read_request
-    from lockstep.planner.results import plan_json, scaling_json
-    from lockstep.planner.scale import parse_sizes
-    from lockstep.planner.scale import scale as scaled
-    from lockstep.planner.scale_show import draw_scaling, show_scaling
-    from lockstep.planner.show import show_remarks, title
+    from lockstep.planner.search.request import read_request
+    from lockstep.planner.search.scale import parse_sizes
+    from lockstep.planner.search.scale import scale as scaled
+    from lockstep.planner.show.one_layout import show_remarks, title
+    from lockstep.planner.show.results import plan_json, scaling_json
+    from lockstep.planner.show.scale_table import draw_scaling, show_scaling
 
     counts = parse_sizes(sizes)
     request = read_request(typed, largest=counts[-1])

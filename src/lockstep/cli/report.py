@@ -28,10 +28,10 @@ def report_command(
     ] = False,
 ) -> int:
     """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
-    from lockstep.folder import REPORT, existing_runs
     from lockstep.page.build import build_page
     from lockstep.page.panels import as_json as page_data
     from lockstep.page.report import write_page
+    from lockstep.record.folder import REPORT, existing_runs
 
     folders = [_begun(run) for run in existing_runs(runs)]
     target = output or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
@@ -50,7 +50,7 @@ def report_command(
 
 
 def _begun(run: Path) -> Path:
-    from lockstep.folder import EVENTS
+    from lockstep.record.folder import EVENTS
 
     if not (run / EVENTS).is_file():
         raise UserError(

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.amounts import listed
 from lockstep.cli import options as opt
-from lockstep.cli.trial import choose_layout_for
+from lockstep.cli.short_runs import choose_layout_for
 from lockstep.errors import UserError
+from lockstep.text.units import listed
 
 
 def run_command(
@@ -45,12 +45,12 @@ def run_command(
     """Launch your own training script on all devices of this machine; options stand before the script."""
     from rich.console import Console as Terminal
 
-    from lockstep import config as cfg
-    from lockstep.checkpoint.code import accept_by_name, check_code_on_disk
-    from lockstep.folder import check_same_script, choose_folder, name_after
+    from lockstep.checkpoint.disk.code import accept_by_name, check_code_on_disk
+    from lockstep.config import schema as cfg
+    from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
-    from lockstep.selection import ranks_of
+    from lockstep.record.folder import check_same_script, choose_folder, name_after
     from lockstep.sinks.trackers import check_installed
 
     accept_by_name(accept)

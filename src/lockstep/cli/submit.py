@@ -20,9 +20,9 @@ from lockstep.cli.train import train_command
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
-    from lockstep.cluster import Cluster
-    from lockstep.folder import RunFolder
-    from lockstep.launch.job import Job
+    from lockstep.config.cluster import Cluster
+    from lockstep.launch.cluster_job import Job
+    from lockstep.record.folder import RunFolder
 
 COMMANDS: dict[str, Callable[..., int]] = {"train": train_command, "run": run_command}
 OURS = ("nodes", "nproc", "node_rank", "head", "name", "run_dir", "resume")
@@ -57,12 +57,12 @@ def submit_command(
     as_json: opt.Json = False,
 ) -> int:
     """Run a training as a Slurm job: `lockstep submit --nodes 2 --time 4h train lm`. Options stand before `train`."""
-    from lockstep.cluster import check_shared, expanded, find_cluster
-    from lockstep.folder import SNAPSHOT, choose_folder
+    from lockstep.config.cluster import check_shared, expanded, find_cluster
     from lockstep.launch import slurm
-    from lockstep.launch.job import Job
+    from lockstep.launch.cluster_job import Job
     from lockstep.launch.nodes import counts
     from lockstep.launch.snapshot import copy_code, files_of
+    from lockstep.record.folder import SNAPSHOT, choose_folder
 
     for option, value in context.params.items():
         _refuse_control_characters("the command" if option == "command" else f"--{option.replace('_', '-')}", value)
@@ -120,7 +120,7 @@ def submit_command(
     if not follow:
         print(f"  lockstep jobs shows it; its output is in {slurm.logs_of(job)}")
         return 0
-    from lockstep.launch.follow import follow_job
+    from lockstep.launch.follow_job import follow_job
 
     code = follow_job(number, folder, sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -174,7 +174,7 @@ def _of_each_node(
 
 
 def _seconds(time: str) -> int:
-    from lockstep.cadence import parse_duration
+    from lockstep.config.cadence import parse_duration
 
     try:
         return int(parse_duration(time))
@@ -183,7 +183,7 @@ def _seconds(time: str) -> int:
 
 
 def _name_of(kind: str, given: dict[str, Any]) -> str:
-    from lockstep.folder import name_after
+    from lockstep.record.folder import name_after
 
     if kind == "run":
         return name_after(Path(given["script"]))
@@ -193,10 +193,10 @@ def _name_of(kind: str, given: dict[str, Any]) -> str:
 
 def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
-    from lockstep import config as cfg
-    from lockstep.checkpoint.code import check_code_on_disk
+    from lockstep.checkpoint.disk.code import check_code_on_disk
+    from lockstep.config import schema as cfg
+    from lockstep.config.selection import ranks_of
     from lockstep.layout import AUTO, Layout
-    from lockstep.selection import ranks_of
     from lockstep.sinks.trackers import check_installed
 
     world = job.nodes * job.processes
@@ -226,7 +226,7 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
 
 def _last_save(folder: RunFolder) -> float:
     """The most seconds that a checkpoint of a run took; 0 before there is one."""
-    from lockstep.events import read_events
+    from lockstep.record.log import read_events
 
     if not folder.events.exists():
         return 0.0
@@ -239,7 +239,7 @@ def _own_environment() -> Path | None:
 
 
 def _script_of(job: Job) -> Path:
-    from lockstep.folder import JOB_SCRIPT
+    from lockstep.record.folder import JOB_SCRIPT
 
     return _beside(job, JOB_SCRIPT)
 
@@ -258,9 +258,9 @@ def _of_copy(command: list[str], given: dict[str, Any], copy: Path) -> tuple[str
 
 def _submit(job: Job, folder: RunFolder, text: str, take_copy: Callable[[], None]) -> str:
     """Write the script into the run folder and submit it; a refused job leaves nothing."""
-    from lockstep.folder import SNAPSHOT
-    from lockstep.launch.follow import note
+    from lockstep.launch.follow_job import note
     from lockstep.launch.queue import JobState, check_accepted, last_job, state_of, submit
+    from lockstep.record.folder import SNAPSHOT
 
     before = last_job(folder.path)
     if before is not None and (now := state_of(before)) is not None and not now.is_over:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as opt
-from lockstep.cli.trial import choose_layout_for
+from lockstep.cli.short_runs import choose_layout_for
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config import Resolved
-    from lockstep.folder import RunFolder
+    from lockstep.config.schema import Resolved
+    from lockstep.record.folder import RunFolder
 
 
 def train_command(
@@ -52,13 +52,13 @@ def train_command(
         return _list_recipes()
     from rich.console import Console as Terminal
 
-    from lockstep import config as cfg
-    from lockstep.checkpoint.code import accept_by_name
-    from lockstep.checkpoint.format import steps_on_disk
-    from lockstep.folder import check_same_training, choose_folder
+    from lockstep.checkpoint.disk.code import accept_by_name
+    from lockstep.checkpoint.disk.format import steps_on_disk
+    from lockstep.config import schema as cfg
+    from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
-    from lockstep.selection import ranks_of
+    from lockstep.record.folder import check_same_training, choose_folder
     from lockstep.sinks.trackers import check_installed
 
     accept_by_name(accept)
@@ -124,7 +124,7 @@ def train_command(
 
 
 def _list_recipes() -> int:
-    from lockstep.recipes.catalog import RECIPES
+    from lockstep.config.catalog import RECIPES
 
     for recipe in RECIPES.values():
         print(f"{recipe.name:10} {recipe.summary}")
@@ -135,13 +135,13 @@ def check_with_torch(resolved: Resolved, device: str) -> int:
     """What only shows when the recipe is built: data, optimizer, model. Returns the number of parameters."""
     import torch
 
+    from lockstep.config.selection import check_in_reach
     from lockstep.data.loader import dataset_size
     from lockstep.layout import Layout
-    from lockstep.optim import optimizer_factory
-    from lockstep.parallel.compile import check_compilable, check_compile
-    from lockstep.precision import DTYPES, check_can_compute, refuse_untrainable
+    from lockstep.parallel.build.compile import check_compilable, check_compile
     from lockstep.recipes.task import task_of
-    from lockstep.selection import check_in_reach
+    from lockstep.step.optim import optimizer_factory
+    from lockstep.step.precision import DTYPES, check_can_compute, refuse_untrainable
 
     config = resolved.config
     check_can_compute(config.precision, config.numerics, device)
@@ -168,7 +168,7 @@ def _explain(resolved: Resolved, parameters: int, device: str, terminal: Termina
     from rich.table import Table
 
     from lockstep.layout import Layout
-    from lockstep.precision import number_formats
+    from lockstep.step.precision import number_formats
 
     layout = Layout.parse(resolved.config.layout)
     terminal.print(f"layout {layout}: {layout.explain()}")

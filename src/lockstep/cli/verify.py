@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
-from lockstep.cli.trial import ON_CPUS, failed, launch_trial, look_at
+from lockstep.cli.short_runs import ON_CPUS, failed, launch_trial, look_at
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.causes import Verdict
-    from lockstep.config import LaunchConfig
+    from lockstep.config.schema import LaunchConfig
     from lockstep.launch.supervise import Outcome
     from lockstep.layout import Layout
-    from lockstep.verify import Comparison
+    from lockstep.prove.causes import Verdict
+    from lockstep.prove.verify import Comparison
 
 
 def verify_command(
@@ -49,9 +49,9 @@ def verify_command(
         if explain:
             return _explain(Path(temporary, "single"), config, worker, settings, terminal, as_json)
 
-        from lockstep.causes import judge
-        from lockstep.recording import Recording, read_recording
-        from lockstep.verify import prove
+        from lockstep.prove.causes import judge
+        from lockstep.prove.recording import Recording, read_recording
+        from lockstep.prove.verify import prove
 
         def record(where: str, layout: Layout, more: dict[str, Any]) -> Recording:
             folder = Path(temporary, where.replace(" ", "-"))
@@ -88,7 +88,7 @@ def _subject(
 
     Whatever it says about devices, it runs on CPUs; a recipe neither validates nor saves between its steps.
     """
-    from lockstep import config as cfg
+    from lockstep.config import schema as cfg
     from lockstep.layout import Layout
 
     is_script = what is not None and what.endswith(".py")
@@ -129,7 +129,7 @@ def _explain(
     folder: Path, config: LaunchConfig, worker: list[str], settings: dict[str, Any], terminal: Terminal, as_json: bool
 ) -> int:
     """Let one process look at the model, and show how it would be cut."""
-    from lockstep.explain import show
+    from lockstep.prove.explain import show
 
     with terminal.status("looking at the model"):
         plan = look_at(folder, config, worker, settings)
@@ -144,7 +144,7 @@ def _explain(
 def _show(found: Comparison, other: Comparison | None, verdict: Verdict, terminal: Terminal) -> None:
     from rich.table import Table
 
-    from lockstep.verify import checks
+    from lockstep.prove.verify import checks
 
     for line in _remarks(found):
         terminal.print(line, markup=False)
@@ -170,8 +170,8 @@ def _remarks(found: Comparison) -> list[str]:
 
 
 def _as_json(found: Comparison, other: Comparison | None, verdict: Verdict) -> dict[str, Any]:
-    from lockstep.events import without_non_finite
-    from lockstep.verify import checks
+    from lockstep.prove.verify import checks
+    from lockstep.record.log import without_non_finite
 
     return {
         "ok": verdict.cause is None,

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.text import Text
 
-    from lockstep.event_schema import Event
     from lockstep.page.panels import Advice
-    from lockstep.page.reading import RunReader
-    from lockstep.page.summary import Summary
+    from lockstep.page.reading.reader import RunReader
+    from lockstep.page.reading.summary import Summary
+    from lockstep.record.events import Event
     from lockstep.sinks.watched import Watched
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -59,7 +59,7 @@ class _Log:
     """The log of a run, and how far it was read."""
 
     def __init__(self, folder: Path, watched: Watched) -> None:
-        from lockstep.folder import EVENTS
+        from lockstep.record.folder import EVENTS
 
         self._path = folder / EVENTS
         self._watched = watched
@@ -67,7 +67,7 @@ class _Log:
 
     def news(self) -> Iterator[Event | None]:
         """What was written since, taken in; None is a line that could not be read."""
-        from lockstep.events import events_from
+        from lockstep.record.log import events_from
 
         for offset, event in events_from(self._path, self._offset):
             self._offset = offset
@@ -155,8 +155,8 @@ class _Adviser:
 
     def look(self) -> None:
         """Take in what is new."""
-        from lockstep.page.advice import advise
-        from lockstep.page.reading import RunReader
+        from lockstep.page.advice.choose import advise
+        from lockstep.page.reading.reader import RunReader
 
         try:
             self._reader = self._reader or RunReader(self._folder)

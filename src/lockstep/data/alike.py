@@ -21,8 +21,8 @@ from lockstep.data.digest import digest_of_value
 from lockstep.data.loader import Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.errors import UserError
+from lockstep.record.identity import Told, refuse_difference, tell
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.identity import Told, refuse_difference, tell
 
 EVALUATION = "an evaluation"
 """Where a dataset is only scored."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.runtime.identity import digest_of
+from lockstep.record.identity import digest_of
 
 DEEPEST = 8
 """How far into a sample its parts are looked at: something in it may hold itself."""

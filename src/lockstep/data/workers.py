@@ -17,9 +17,9 @@ import numpy as np
 from torch.utils.data import DataLoader, get_worker_info
 
 from lockstep.errors import SampleError, UserError
-from lockstep.faults import early
-from lockstep.faults.failure import user_line
-from lockstep.launch.nursery import die_with_parent
+from lockstep.record.failure import user_line
+from lockstep.runtime import stop_signals
+from lockstep.runtime.nursery import die_with_parent
 
 
 class _KilledPopen(Popen):
@@ -64,8 +64,8 @@ class Workers(ForkContext):
             die_with_parent()
         if os.getppid() != self._rank:
             os._exit(1)
-        early.ignore()
-        early.release()
+        stop_signals.ignore()
+        stop_signals.release()
 
     def at(self, sample: int) -> None:
         """In a process: a sample is begun; -1 when a step is done."""
@@ -110,7 +110,7 @@ def delivered(make: Callable[[Workers | None], DataLoader[Any]], count: int) -> 
         yield from loader
         return
     of_child = signal.getsignal(signal.SIGCHLD)
-    with early.held():
+    with stop_signals.held():
         batches = iter(loader)
     if workers._is_of_main_thread and of_child is not None:
         # Torch would raise wherever the training happens to be when a process dies, and not where it is missed.

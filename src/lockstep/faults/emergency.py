@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lockstep.errors import InvariantError, SampleError, SaveError, StoppedTogetherError
-from lockstep.parallel.dtensors import local_part
+from lockstep.runtime.dtensors import local_part
 
 if TYPE_CHECKING:
     from lockstep.run import Run

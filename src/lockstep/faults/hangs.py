@@ -208,7 +208,7 @@ def _skipped(lead: str, waiting: list[Report]) -> Verdict:
     odd = min((callers, others), key=len)[0]
     verb = "passed it by" if len(others) <= len(callers) else "do not call it"
     fix = "let every rank make the same collective calls in the same order"
-    if own and _passed(callers[0], "parallel/pipeline.py"):
+    if own and _passed(callers[0], "parallel/pipeline/runner.py"):
         verb = "cannot come to it"
         fix = "make it between steps: the ranks of a pipeline call the loss and the model one after another"
     sentence = f"{lead}{_groups(callers)}, and {ranks([one.rank for one in others])} {verb}: {_groups(others)}"

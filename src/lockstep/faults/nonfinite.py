@@ -11,9 +11,9 @@ import torch
 
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import NonFiniteError
-from lockstep.parallel.dtensors import local_part
-from lockstep.parallel.trees import tensors_of
+from lockstep.follow.trees import tensors_of
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.dtensors import local_part
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from lockstep.config import RecoverConfig
+from lockstep.config.schema import RecoverConfig
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, StoppedTogetherError, some_samples
 from lockstep.faults.spikes import Spike, SpikeDetector
 

@@ -10,9 +10,9 @@ import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from lockstep.faults import early
+from lockstep.runtime import stop_signals
 
-STOPS = tuple(early.CODES)
+STOPS = tuple(stop_signals.CODES)
 KINDS = (*STOPS, "validate", "save", "unsaved", "ranks", "timetable")
 
 
@@ -28,7 +28,7 @@ class Requests:
         """Why this rank asked, where it was not a signal."""
         self.heard: Callable[[FrameType | None], None] = lambda _: None
         """Called after a signal, with what the main thread was at."""
-        self._before: dict[signal.Signals, early.Handler] = {}
+        self._before: dict[signal.Signals, stop_signals.Handler] = {}
 
     def ask(self, kind: str, why: str | None = None) -> None:
         """Raise a flag; all ranks see it after the step that is running now."""
@@ -51,17 +51,17 @@ class Requests:
         """Turn Ctrl-C and a scheduler's signals into requests, those that came before as well. A second Ctrl-C ends the
         process at once; a second SIGTERM does not: a scheduler signals every process, and the launcher passes its own
         on."""
-        self._before = early.listen(self._handle)
-        noted = early.take()
+        self._before = stop_signals.listen(self._handle)
+        noted = stop_signals.take()
         self._raised |= noted
         self._is_interrupted = "interrupt" in noted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._is_interrupted:
-                early.end_at_once(early.CODES["interrupt"])
+                stop_signals.end_at_once(stop_signals.CODES["interrupt"])
             self._is_interrupted = True
-        self._raised.add(early.STOPS[signal.Signals(number)])
+        self._raised.add(stop_signals.STOPS[signal.Signals(number)])
         if not self._is_settled:
             self.heard(frame)
 
@@ -72,9 +72,12 @@ class Requests:
     def close(self) -> None:
         """Give the signals back to whoever had them, unless the run was stopped: then they have done their work."""
         if self._is_settled and self._before:
-            early.ignore(self._before)
+            stop_signals.ignore(self._before)
             return
         # Of a rank that has left its run nobody waits for the next step.
-        after = {number: early.stop_the_command if was is early.note else was for number, was in self._before.items()}
-        early.give_back(after)
+        after = {
+            number: stop_signals.stop_the_command if was is stop_signals.note else was
+            for number, was in self._before.items()
+        }
+        stop_signals.give_back(after)
         self._before = {}

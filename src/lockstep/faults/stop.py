@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.attempts import TAKEN_OVER
+from lockstep.checkpoint.disk.attempts import TAKEN_OVER
 
 STOP_FILE = "stop"
 KEEP_STOP_FILE = "LOCKSTEP_KEEP_STOP_FILE"
 """Set by the script of a job: a stop that was asked for before Python had started counts, too."""
 SECONDS_BETWEEN_LOOKS = 1.0
-BYTES_PER_SECOND = 100e6
-"""How fast a disk is taken to be before the first checkpoint has shown it."""
 
 
 @dataclass

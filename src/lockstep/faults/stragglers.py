@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from lockstep.amounts import rounded
-from lockstep.event_schema import Event
 from lockstep.layout import Layout
+from lockstep.record.events import Event
+from lockstep.text.units import rounded
 
 Cause = Literal["input", "compute", "communication"]
 

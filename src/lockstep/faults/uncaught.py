@@ -10,7 +10,7 @@ import traceback
 from types import TracebackType
 
 from lockstep.errors import UserError
-from lockstep.faults.failure import OWN_CODE, user_line
+from lockstep.record.failure import OWN_CODE, user_line
 
 
 @functools.cache  # once in a process

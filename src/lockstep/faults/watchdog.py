@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.workers import Workers
-from lockstep.faults import early
-from lockstep.faults.failure import (
+from lockstep.faults.hangs import Report, Verdict, explain, no_samples, parted_ways
+from lockstep.record.failure import (
     END_OF_OUTPUT,
     OWN_CODE,
     Failure,
@@ -42,9 +42,9 @@ from lockstep.faults.failure import (
     user_call,
     user_line,
 )
-from lockstep.faults.hangs import Report, Verdict, explain, no_samples, parted_ways
-from lockstep.runtime.beat import beat_file
+from lockstep.runtime import stop_signals
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.heartbeat import beat_file
 
 TORCH = str(Path(torch.__file__).parent)
 AUTOGRAD = f"{TORCH}/autograd/graph.py"
@@ -54,7 +54,7 @@ WAITS = (
     f"{OWN_CODE}/data/transfer.py",
     f"{OWN_CODE}/runtime/comm.py",
     f"{OWN_CODE}/runtime/notices.py",
-    f"{OWN_CODE}/runtime/waiting.py",
+    f"{OWN_CODE}/observe/clock.py",
     f"{OWN_CODE}/parallel/",
     f"{OWN_CODE}/checkpoint/",
 )
@@ -286,7 +286,7 @@ class Watchdog:
         with suppress(RuntimeError, OSError):  # the others read the verdict before the store may go
             while not everybody_knows() and time.monotonic() < end:
                 time.sleep(0.05)
-        early.end_at_once(1)
+        stop_signals.end_at_once(1)
 
 
 def _awaits(workers: Workers) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.comm.model import Algorithm, Collective, check_algorithm
 from lockstep.lab.wire import Wire
+from lockstep.links.cost import Algorithm, Collective, check_algorithm
 
 
 def tree_broadcast(wire: Wire) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.comm.model import Algorithm, Collective, check_algorithm
 from lockstep.errors import UserError
 from lockstep.lab.ranks import SECONDS, on_ranks
 from lockstep.lab.wire import Transfer, Wire
 from lockstep.launch.probe import Seat
 from lockstep.layout import Layout
+from lockstep.links.cost import Algorithm, Collective, check_algorithm
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lockstep import svg
 from lockstep.lab.algorithms import describe
 from lockstep.lab.collectives import GOALS, Chunks, Shown, Sources
-from lockstep.lab.lines import in_columns
 from lockstep.lab.wire import Transfer
+from lockstep.text import svg
+from lockstep.text.columns import in_columns
 
 if TYPE_CHECKING:
     from rich.text import Text

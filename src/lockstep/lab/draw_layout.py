@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep import svg
 from lockstep.lab.layouts import AXIS, EXPLAINED, Held, Part
-from lockstep.lab.lines import in_columns
+from lockstep.text import svg
+from lockstep.text.columns import in_columns
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -122,7 +122,7 @@ def hold(topic: Topic, ranks: int) -> Held:
 
     import torch.distributed.fsdp  # noqa: F401
 
-    import lockstep.join  # noqa: F401
+    import lockstep.init_run  # noqa: F401
 
     def work(seat: Seat) -> Any:
         return take_part(topic, seat)
@@ -200,7 +200,7 @@ class Notes:
 
     def listen(self) -> None:
         """Be called in the forward and backward pass that comes."""
-        from lockstep.parallel.cut import plain
+        from lockstep.parallel.tensor.cut import plain
 
         model: Any = self._engine.model
         if self._topic == "ddp":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.config import Schedule
-from lockstep.parallel.timetable import Action, check, peak_in_flight, stages_of, timetable
+from lockstep.config.schema import Schedule
+from lockstep.parallel.pipeline.timetable import Action, check, peak_in_flight, stages_of, timetable
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 

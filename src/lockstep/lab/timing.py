@@ -9,10 +9,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.comm.model import Algorithm, Collective, Link, predict
-from lockstep.lab.network import NotHereError, run_on_own_network
+from lockstep.lab.cables import NotHereError, run_on_own_network
 from lockstep.launch.probe import Seat, first_trouble
 from lockstep.layout import Layout
+from lockstep.links.cost import Algorithm, Collective, Link, predict
 
 PINGS = 50
 SECONDS_TO_SPARE = 60.0

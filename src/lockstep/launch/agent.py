@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from lockstep.faults import early
-from lockstep.launch.nursery import Child, Nursery
 from lockstep.launch.supervise import STOP_CODES, Supervisor
+from lockstep.runtime import stop_signals
+from lockstep.runtime.nursery import Child, Nursery
 
 if TYPE_CHECKING:
     from lockstep.launch.nodes import Nodes
@@ -49,7 +49,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, scratch: str, supervisor: Supervisor) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=60)
         self.supervisor = supervisor
-        self.stopping = early.asked()
+        self.stopping = stop_signals.asked()
         """The signal with which somebody asked for the end."""
         self.is_meeting = False
         """Whether it waits for other nodes, and has no workers."""
@@ -196,7 +196,7 @@ def _signals_passed_on(agent: Agent) -> Iterator[None]:
 
     def handle(number: int, _: Any) -> None:
         nonlocal interrupted
-        early.remember(number)
+        stop_signals.remember(number)
         is_first, agent.stopping = agent.stopping is None, agent.stopping or signal.Signals(number)
         if agent.is_meeting and is_first:
             raise SignalException("nobody has started yet", agent.stopping)
@@ -210,8 +210,8 @@ def _signals_passed_on(agent: Agent) -> Iterator[None]:
 
     # Its own handlers, which torch would put in the place of these, end the launcher before its workers.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    before = early.listen(handle)
+    before = stop_signals.listen(handle)
     try:
         yield
     finally:
-        early.give_back(before)
+        stop_signals.give_back(before)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from lockstep.cluster import Cluster
+from lockstep.config.cluster import Cluster
 from lockstep.errors import UserError
-from lockstep.launch.job import OFFLINE, Job
+from lockstep.launch.cluster_job import OFFLINE, Job
 
 HEAD_PORT = 29500
 """Every pod has an address of its own, so nobody else has taken it."""

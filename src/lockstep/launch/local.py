@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.events import follow_events
-from lockstep.faults import early
-from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT
-from lockstep.folder import RunFolder
 from lockstep.launch.nodes import Nodes, end_without_head
-from lockstep.launch.nursery import Nursery
 from lockstep.launch.supervise import Outcome, Supervisor
+from lockstep.record.failure import END_OF_OUTPUT, START_OF_OUTPUT
+from lockstep.record.folder import RunFolder
+from lockstep.record.log import follow_events
+from lockstep.runtime import stop_signals
+from lockstep.runtime.nursery import Nursery
 from lockstep.sinks.console import Console
 
 MOST_OPEN_FILES = 65536
@@ -62,7 +62,7 @@ def launch(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sockets complain of hosts without names
 
     _allow_open_files()
-    with early.noting():
+    with stop_signals.noting():
         return _launch(worker, nproc, folder, console, nodes, told, restarts, on_oom, is_ours)
 
 
@@ -112,7 +112,7 @@ def _allow_open_files() -> None:
 
 
 def _ended_early(number: signal.Signals) -> Outcome:
-    code = early.CODES[early.STOPS[number]]
+    code = stop_signals.CODES[stop_signals.STOPS[number]]
     return Outcome(code, f"ended by {number.name} before the workers had started; the same command goes on")
 
 

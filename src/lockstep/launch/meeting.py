@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lockstep.errors import UserError
 from lockstep.launch.nodes import Nodes, host_and_port
 from lockstep.runtime.network import address_towards, interface_of, is_loopback
-from lockstep.runtime.place import free_range_port
+from lockstep.runtime.rank_env import free_range_port
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UserError
 from lockstep.launch.meeting import Meeting, use_interface_of
-from lockstep.launch.nursery import die_with_parent
-from lockstep.runtime.place import Place, cpus_per_rank
+from lockstep.runtime.nursery import die_with_parent
+from lockstep.runtime.rank_env import Place, cpus_per_rank
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.events import read_events
-from lockstep.folder import EVENTS
+from lockstep.record.folder import EVENTS
+from lockstep.record.log import read_events
 
 SECONDS = 20.0
 """How long a question may take."""

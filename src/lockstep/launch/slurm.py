@@ -6,13 +6,13 @@ import re
 import shlex
 from pathlib import Path
 
-from lockstep.cadence import parse_duration
-from lockstep.cluster import Cluster
+from lockstep.config.cadence import parse_duration
+from lockstep.config.cluster import Cluster
 from lockstep.errors import UserError
 from lockstep.faults.stop import KEEP_STOP_FILE, STOP_FILE
-from lockstep.folder import EXIT_CODE
-from lockstep.launch.allocation import HOST_SUFFIX
-from lockstep.launch.job import OFFLINE, Job
+from lockstep.launch.cluster_job import OFFLINE, Job
+from lockstep.record.folder import EXIT_CODE
+from lockstep.runtime.slurm_env import HOST_SUFFIX
 
 
 def logs_of(job: Job) -> Path:

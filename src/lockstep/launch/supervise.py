@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.format import steps_on_disk
-from lockstep.events import EventLog
-from lockstep.faults import early
-from lockstep.faults.failure import Failure, failed_folder, forget, of_exit, record, recorded, root_cause, short_host
+from lockstep.checkpoint.disk.format import steps_on_disk
 from lockstep.faults.hangs import Report, mismatched, ranks
-from lockstep.folder import RunFolder, look_back
-from lockstep.launch import AGREED, LAUNCH
 from lockstep.launch.nodes import Nodes
-from lockstep.runtime.beat import beat_file
+from lockstep.record.failure import Failure, failed_folder, forget, of_exit, record, recorded, root_cause, short_host
+from lockstep.record.folder import RunFolder, look_back
+from lockstep.record.log import EventLog
+from lockstep.runtime import stop_signals
+from lockstep.runtime.heartbeat import beat_file
+from lockstep.runtime.rank_env import AGREED, LAUNCH
 
-STOP_CODES = set(early.CODES.values())
+STOP_CODES = set(stop_signals.CODES.values())
 """What ranks end with that were asked to stop, and have saved."""
 
 DECISION = "decision"
@@ -343,7 +343,7 @@ def _stop_code(code: int) -> int | None:
     """130 or 75 where a process has ended on purpose, or by the signal itself, which it could not act on."""
     if code in STOP_CODES:
         return code
-    return early.CODES[early.STOPS[signal.Signals(-code)]] if -code in early.STOPS else None
+    return stop_signals.CODES[stop_signals.STOPS[signal.Signals(-code)]] if -code in stop_signals.STOPS else None
 
 
 def _in_terms_of_calls(cause: Failure, failures: list[Failure]) -> Failure:

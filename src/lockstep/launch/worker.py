@@ -17,20 +17,20 @@ import runpy
 import sys
 from pathlib import Path
 
-from lockstep.faults import early
-from lockstep.launch import LAUNCH
-from lockstep.launch.nursery import be_born
+from lockstep.runtime import stop_signals
+from lockstep.runtime.nursery import be_born
+from lockstep.runtime.rank_env import LAUNCH
 
 
 def main() -> None:
     """Once this is a rank, send the output to its log, then train or run the user's script."""
     descriptor, what, target, *args = sys.argv[1:]
     be_born(int(descriptor), what, target)
-    early.listen()
-    early.release()
-    from lockstep.faults.failure import END_OF_OUTPUT, START_OF_OUTPUT, of_exception, record
-    from lockstep.folder import CONFIG, RunFolder
-    from lockstep.runtime.output import redirect_to
+    stop_signals.listen()
+    stop_signals.release()
+    from lockstep.observe.output import redirect_to
+    from lockstep.record.failure import END_OF_OUTPUT, START_OF_OUTPUT, of_exception, record
+    from lockstep.record.folder import CONFIG, RunFolder
 
     atexit.register(gc.freeze)  # else Python looks through all objects once more at its end, for a second or two
     launch = json.loads(os.environ[LAUNCH])
@@ -43,8 +43,8 @@ def main() -> None:
     _seed_script(launch.get("options", {}).get("seed", 0))
 
     def train() -> None:
-        from lockstep.config import from_toml
-        from lockstep.join import init
+        from lockstep.config.schema import from_toml
+        from lockstep.init_run import init
         from lockstep.trainer import Trainer
 
         with init() as run:
@@ -52,12 +52,12 @@ def main() -> None:
 
     def time() -> None:
         if args:
-            from lockstep.baselines import train_baseline
+            from lockstep.compare.baselines import train_baseline
 
             train_baseline(args[0], folder)
             return
-        from lockstep.config import from_toml
-        from lockstep.join import init
+        from lockstep.config.schema import from_toml
+        from lockstep.init_run import init
         from lockstep.trainer import Trainer
 
         with init() as run:
@@ -73,7 +73,7 @@ def main() -> None:
 
     try:
         {"train": train, "time": time, "script": script}[what]()
-    except early.StopError as stop:
+    except stop_signals.StopError as stop:
         raise SystemExit(stop.code) from None
     except SystemExit as error:
         if error.code not in (None, 0, 75, 130):
@@ -84,7 +84,7 @@ def main() -> None:
         record(folder, of_exception(error, rank), launch["round"])
         raise
     finally:
-        early.ignore()
+        stop_signals.ignore()
 
 
 def _seed_script(seed: int) -> None:

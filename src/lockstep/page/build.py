@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.amounts import listed
 from lockstep.page.panels import Page
-from lockstep.page.reading import RunReader
+from lockstep.page.reading.reader import RunReader
+from lockstep.text.units import listed
 
 
 def build_page(folders: Sequence[Path], *, live: bool = False) -> Page:
@@ -22,7 +22,7 @@ def build_page(folders: Sequence[Path], *, live: bool = False) -> Page:
 
 def page_of(readers: Sequence[RunReader], *, live: bool = False) -> Page:
     """The page of runs that are being followed, as far as they were read."""
-    from lockstep.page.comparison import compare_runs
+    from lockstep.page.sections.comparison import compare_runs
 
     now = time.time()
     summaries = [reader.summary(now) for reader in readers]

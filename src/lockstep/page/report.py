@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.amounts import bytes_text
 from lockstep.errors import UserError, reason
-from lockstep.folder import EVENTS, REPORT
 from lockstep.page.panels import Page
+from lockstep.record.folder import EVENTS, REPORT
+from lockstep.text.units import bytes_text
 
 if TYPE_CHECKING:
-    from lockstep.page.reading import RunReader
+    from lockstep.page.reading.reader import RunReader
 
 MOST_BYTES = 2_000_000_000
 """Of a log that is read at the end of a run without being asked to: about a minute's work."""
@@ -63,7 +63,7 @@ def leave_report(folder: Path, reader: RunReader | None = None) -> str:
     What `reader` has taken in of the log is not read again, nor by whoever is given it afterwards.
     """
     from lockstep.page.build import page_of
-    from lockstep.page.reading import RunReader
+    from lockstep.page.reading.reader import RunReader
 
     again = f"lockstep report {shlex.quote(str(folder))}"
     try:

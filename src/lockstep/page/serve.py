@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, reason
-from lockstep.folder import EVENTS
 from lockstep.page.build import page_of
 from lockstep.page.html import content_security_policy, page_html
 from lockstep.page.panels import Headline, Page, RunPage, as_json
-from lockstep.page.reading import RunReader
+from lockstep.page.reading.reader import RunReader
+from lockstep.record.folder import EVENTS
 
 USUAL_PORT = 8600
 PORTS_TO_TRY = 100

@@ -15,14 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
-from lockstep.config import Schedule
+from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.planner.hardware import Machine
-from lockstep.planner.job import Job, Recompute
-from lockstep.planner.machines import find_machine, network_link
-from lockstep.planner.model import Model, Shape
-from lockstep.planner.transformer import transformer
+from lockstep.planner.cost.job import Job, Recompute
+from lockstep.planner.machine.find_machine import find_machine, network_link
+from lockstep.planner.machine.hardware import Machine
+from lockstep.planner.model.parts import Model, Shape
+from lockstep.planner.model.transformer import transformer
 
 Row = Mapping[str, str]
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from lockstep.config.catalog import LmSettings
 from lockstep.data.corpora import TokenDataset, bigram_loss, state_of_the_union
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import LmSettings
 from lockstep.recipes.task import Task
 
 VOCABULARY = 256

@@ -7,8 +7,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.catalog import Cifar10Settings
 from lockstep.data.images import CLASSES, ImageDataset, read_cifar10
-from lockstep.recipes.catalog import Cifar10Settings
 from lockstep.recipes.task import Task, data_folder
 from lockstep.recipes.vision import accuracy, loss
 

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.config import Config
+from lockstep.config.catalog import find_recipe
+from lockstep.config.schema import Config
 from lockstep.data import sets
 from lockstep.data.loader import Tokens
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import find_recipe
 
 
 @dataclass(frozen=True)

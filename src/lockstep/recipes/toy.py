@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.catalog import LinearSettings
 from lockstep.data.corpora import PairDataset
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import LinearSettings
 from lockstep.recipes.task import Task
 
 VALIDATION_SAMPLES = 256

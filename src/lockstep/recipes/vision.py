@@ -7,10 +7,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.catalog import DigitsSettings, MnistSettings
 from lockstep.data.corpora import digits
 from lockstep.data.images import CLASSES, MNIST_SIDE, ImageDataset, read_mnist
 from lockstep.errors import UserError
-from lockstep.recipes.catalog import DigitsSettings, MnistSettings
 from lockstep.recipes.task import Task, data_folder
 
 PIXELS = 64

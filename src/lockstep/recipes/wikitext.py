@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.catalog import Wikitext2Settings
 from lockstep.data.corpora import IGNORED, TokenDataset
 from lockstep.data.words import Ids, read_words, unigram_loss
-from lockstep.recipes.catalog import Wikitext2Settings
 from lockstep.recipes.task import Task, data_folder
 
 INITIAL_RANGE = 0.1

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.runtime.axis import Axis
-from lockstep.runtime.beat import Beat
+from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.network import address_towards, interface_of, is_loopback
 from lockstep.runtime.notices import Notices
-from lockstep.runtime.place import Place
+from lockstep.runtime.rank_env import Place
 
 Reduction = Literal["sum", "mean", "min", "max"]
 

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.runtime.place import Place
+    from lockstep.runtime.rank_env import Place
 
 GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from lockstep.amounts import (
+from lockstep.record.folder import EVENTS, REPORT
+from lockstep.text.console_text import printable
+from lockstep.text.units import (
     beside_prediction,
     bytes_text,
     count_text,
@@ -24,14 +26,12 @@ from lockstep.amounts import (
     seconds_text,
     share_text,
 )
-from lockstep.folder import EVENTS, REPORT
-from lockstep.sinks.texts import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.page.reading import RunReader
-    from lockstep.page.summary import Compared, Summary, TimeSpent
+    from lockstep.page.reading.reader import RunReader
+    from lockstep.page.reading.summary import Compared, Summary, TimeSpent
 
 LABEL = 11
 WIDEST = 100
@@ -44,7 +44,7 @@ def show_closing(folder: Path, terminal: Terminal, reader: RunReader | None = No
 
     `reader` may have read some of the events. Without a report of this end, one of an earlier end is not named.
     """
-    from lockstep.page.reading import RunReader
+    from lockstep.page.reading.reader import RunReader
     from lockstep.page.report import is_long
 
     if not (folder / EVENTS).exists():
@@ -121,7 +121,7 @@ def _losses(summary: Summary) -> str:
 
 
 def _speed(summary: Summary) -> str:
-    from lockstep.page.summary import is_over_the_peak
+    from lockstep.page.reading.summary import is_over_the_peak
 
     parts = []
     if summary.items_per_second is not None:
@@ -137,7 +137,7 @@ def _speed(summary: Summary) -> str:
 
 def _time(spent: TimeSpent) -> list[tuple[str, str]]:
     """Where the time went: the goodput and what it is made of, and the rest."""
-    from lockstep.page.summary import IN_KEPT_STEPS, PARTS_OF_TIME
+    from lockstep.page.reading.summary import IN_KEPT_STEPS, PARTS_OF_TIME
 
     if spent.goodput is None or not math.isfinite(spent.whole):
         return []

@@ -15,9 +15,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.amounts import beside_prediction, bytes_text, count_text, seconds_text
-from lockstep.event_schema import Event
-from lockstep.sinks.texts import clock, number, printable
+from lockstep.record.events import Event
+from lockstep.text.console_text import clock, number, printable
+from lockstep.text.units import beside_prediction, bytes_text, count_text, seconds_text
 
 BAR_WIDTH = 24
 SECONDS_BETWEEN_PLAIN_STEPS = 60.0

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.event_schema import Event
-from lockstep.sinks.numbers import Numbers
+from lockstep.record.events import Event
 from lockstep.sinks.records import RecordWriter
+from lockstep.sinks.scalars import Numbers
 
 SECONDS_BETWEEN_WRITES = 1.0
 

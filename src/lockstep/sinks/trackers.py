@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.event_schema import Event
+from lockstep.record.events import Event
 
 SECONDS_TO_FINISH = 30.0
 """How long the end of a run waits for what is still being sent; after that it is sent without being waited for."""

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.event_schema import Event
-from lockstep.events import events_from
-from lockstep.folder import EVENTS
-from lockstep.sinks.numbers import Numbers
+from lockstep.record.events import Event
+from lockstep.record.folder import EVENTS
+from lockstep.record.log import events_from
+from lockstep.sinks.scalars import Numbers
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_TRIES = 60.0

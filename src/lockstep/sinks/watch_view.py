@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
-from lockstep.amounts import bytes_text, count_text, percent, seconds_text
-from lockstep.charts import Series, terminal_chart
 from lockstep.page.panels import Advice
 from lockstep.sinks.console import score_texts, start_text
-from lockstep.sinks.texts import clock, number, printable
 from lockstep.sinks.watched import Watched
+from lockstep.text.charts import Series, terminal_chart
+from lockstep.text.console_text import clock, number, printable
+from lockstep.text.units import bytes_text, count_text, percent, seconds_text
 
 MOST_RANKS = 16
 SLOWEST_SHOWN = 8

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.event_schema import Event
-from lockstep.page.attempts import SILENCE, SILENT_STEPS
+from lockstep.page.reading.starts import SILENCE, SILENT_STEPS
+from lockstep.record.events import Event
 from lockstep.sinks.console import Pace
-from lockstep.sinks.texts import clock
+from lockstep.text.console_text import clock
 
 State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed", "finished"]
 

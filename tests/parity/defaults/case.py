@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.engine import LossFunction, OptimizerFactory, Schedule
+from lockstep.engine import LossFunction
+from lockstep.step.optim import OptimizerFactory, Schedule
 
 SEED = 11
 STEPS = 8

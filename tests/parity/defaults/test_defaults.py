@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.watching import Watching
+from lockstep.observe.monitor import Watching
 from tests.parity.defaults.case import LAYOUTS, SEED, Case
 from tests.parity.defaults.cases import ALL, CASES
 from tests.parity.defaults.training import train

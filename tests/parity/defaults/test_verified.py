@@ -16,15 +16,15 @@ from unittest.mock import DEFAULT, patch
 
 import pytest
 
-from lockstep.causes import judge
-from lockstep.config import LaunchConfig
+from lockstep.config.schema import LaunchConfig
 from lockstep.errors import UserError
-from lockstep.folder import RunFolder, create_folder
-from lockstep.launch import LAUNCH
 from lockstep.layout import Layout
-from lockstep.recording import Recording, read_recording
-from lockstep.verify import prove
-from lockstep.watching import Watching
+from lockstep.observe.monitor import Watching
+from lockstep.prove.causes import judge
+from lockstep.prove.recording import Recording, read_recording
+from lockstep.prove.verify import prove
+from lockstep.record.folder import RunFolder, create_folder
+from lockstep.runtime.rank_env import LAUNCH
 from tests.parity.defaults.case import LAYOUTS, SEED
 from tests.parity.defaults.cases import ALL, CASES
 from tests.parity.defaults.training import train

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lockstep.data.order import sample_ids
-from lockstep.modelplan import find_blocks, seed_points
+from lockstep.follow.blocks import find_blocks, seed_points
 from lockstep.runtime.seeds import draw_seed, seed_host, seed_of
 from tests.parity.defaults.case import SEED, STEPS, Case
 

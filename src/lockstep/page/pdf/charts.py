@@ -9,9 +9,9 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TypeGuard
 
-from lockstep.charts import Axis
 from lockstep.page.panels import Curve, Lines, Mark, Number, Stack
 from lockstep.page.pdf.paper import FILLS, INK, LEVELS, LINE, PARTS, QUIET, STROKES, Paper, moment_text, value_text
+from lockstep.text.charts import Axis
 
 HEIGHT = 38.0
 LEFT = 17.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lockstep.amounts import percent
-from lockstep.charts import Axis
 from lockstep.page.panels import Mesh, Moment, Shares, Timeline, Timetable
 from lockstep.page.pdf.charts import draw_x_axis
 from lockstep.page.pdf.paper import (
@@ -23,6 +21,8 @@ from lockstep.page.pdf.paper import (
     moment_text,
     value_text,
 )
+from lockstep.text.charts import Axis
+from lockstep.text.units import percent
 
 # Those of the page, so that neighbours are far apart; of more lost parts than it has colours, two more.
 USEFUL = tuple(STROKES[number] for number in (2, 0, 5, 6, 8))

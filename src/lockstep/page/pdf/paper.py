@@ -14,8 +14,8 @@ from fpdf import FPDF
 from fpdf.enums import XPos, YPos
 from fpdf.fonts import TTFFont
 
-from lockstep.amounts import bytes_text, count_text, percent, seconds_text
-from lockstep.charts import LIGHT, plain
+from lockstep.text.charts import LIGHT, plain
+from lockstep.text.units import bytes_text, count_text, percent, seconds_text
 
 FONTS = Path(__file__).parents[1] / "fonts"
 MARGIN = 16.0

@@ -1,4 +1,4 @@
-// Numbers as people read them, like lockstep/amounts.py.
+// Numbers as people read them, like lockstep/text/units.py.
 
 const PREFIXES = [
   [1e18, "E"],

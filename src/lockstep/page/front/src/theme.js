@@ -1,7 +1,7 @@
 // Light or dark: as the system says, or as a person has chosen; on paper always light.
 import { remember, remembered } from "./store.js";
 
-// As in lockstep/charts.py: told apart by people who do not see red or green, and strong enough to be read as text.
+// As in lockstep/text/charts.py: told apart by people who do not see red or green, and strong enough to be read as text.
 export const LIGHT = [
   "#0067a5",
   "#b84a00",

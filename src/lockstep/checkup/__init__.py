@@ -1,0 +1,1 @@
+"""`lockstep doctor` and `lockstep bench`: what they do on the nodes."""

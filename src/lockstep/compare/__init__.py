@@ -1,0 +1,1 @@
+"""One recipe under several layouts, as a scaling table."""

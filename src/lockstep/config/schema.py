@@ -1,0 +1,573 @@
+"""The config of a run: one typed model, its TOML form, and where every value came from.
+
+Values come in layers: built-in defaults, the recipe's, a TOML file, command-line options, `--set a.b=c`. A later layer
+wins. An unknown key, a wrong type or a contradiction is a UserError that names the key and what would be right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lockstep.config.cadence import Cadence, parse_duration
+from lockstep.config.catalog import find_recipe
+from lockstep.config.selection import check_in_reach, parse_ranks, parse_steps
+from lockstep.config.toml import MOST_LEVELS, parse_toml, read_toml, write_toml
+from lockstep.errors import UserError, nearest, unknown
+from lockstep.layout import AUTO, Layout
+
+Nested = dict[str, Any]
+
+EXCLUSIVE = {
+    "steps": "epochs",
+    "epochs": "steps",
+    "global_batch": "batch_per_device",
+    "batch_per_device": "global_batch",
+    "pipeline.micro_batches": "micro_batch",
+}
+"""Two ways to say one thing: a layer that says it one way takes back what an earlier layer said the other way."""
+
+
+class Section(BaseModel):
+    """A table of the config: no unknown keys, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class OptimizerConfig(Section):
+    name: str = Field("adamw", description="sgd, adam, adamw, or an import path such as package.module:Class")
+    lr: float = Field(1e-3, gt=0, description="learning rate the schedule multiplies")
+    args: dict[str, Any] = Field({}, description="further arguments of the optimizer, such as weight_decay")
+
+
+class ScheduleConfig(Section):
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear rise from 0 at the start")
+    final: float = Field(0.0, ge=0, le=1, description="the last step's share of lr (linear and cosine)")
+
+
+class DataConfig(Section):
+    path: str | None = Field(
+        None, description="a file or folder of your own instead of the recipe's data (docs/data.md)"
+    )
+    workers: int | None = Field(None, ge=0, description="loader processes per rank; unset: from the CPUs of a rank")
+    prefetch: int = Field(2, gt=0, description="steps each worker prepares ahead")
+    persistent: bool = Field(True, description="keep the workers from epoch to epoch")
+    shuffle: bool = Field(True, description="a new order every epoch")
+
+
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+BatchNorm = Literal["auto", "micro-batch", "sync"]
+Compile = Literal["off", "blocks", "model"]
+Format = Literal["fp32", "bf16", "fp16"]
+"""A number format a run can be told to use."""
+
+
+class NumericsConfig(Section):
+    """Number formats beside `precision`, which says what matrix products are computed in."""
+
+    tf32: bool = Field(False, description="let fp32 matmuls and convolutions on a GPU round their inputs to tf32")
+    storage_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what weights are kept in; bf16 with a stock optimizer has to be accepted by name"
+    )
+    param_dtype: Format | None = Field(
+        None, description="round all weights to this for forward and backward, and gather shards in it"
+    )
+    reduce_dtype: Format = Field("fp32", description="what gradients are summed over ranks in")
+    buffer_dtype: Format | None = Field(None, description="round the model's buffers to this (running statistics stay)")
+    loss_scale: float = Field(65536.0, ge=1, description="what the loss is multiplied by at first (fp16)")
+    loss_scale_window: int = Field(2000, gt=0, description="steps without overflow after which the scale doubles")
+    accept: list[Literal["bf16-weights", "slow-fp16"]] = Field(
+        [], description="what is refused unless it stands here: bf16-weights, slow-fp16"
+    )
+
+
+class ShardConfig(Section):
+    """How the fsdp axis shards."""
+
+    level: Literal["zero1", "zero2", "zero3"] = Field(
+        "zero3",
+        description="zero1: optimizer state alone; zero2: gradients too; zero3: weights too, gathered when needed",
+    )
+    units: Literal["auto", "blocks", "size"] = Field(
+        "auto", description="what is gathered at once: a block, or modules by size; auto: blocks where there are any"
+    )
+    min_params: int = Field(100_000, gt=0, description="parameters of a unit at least (units by size)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_our_names(cls, values: Any) -> Any:
+        level = (
+            str(values.get("level", "")).upper().removeprefix("SHARDINGSTRATEGY.") if isinstance(values, dict) else ""
+        )
+        ours = {
+            "FULL_SHARD": "zero3",
+            "HYBRID_SHARD": "zero3",
+            "SHARD_GRAD_OP": "zero2",
+            "_HYBRID_SHARD_ZERO2": "zero2",
+        }
+        if level in ours:
+            raise ValueError(f"shard.level is {level}, torch's name: write {ours[level]}")
+        if level == "NO_SHARD":
+            raise ValueError("shard.level is NO_SHARD: use the axis dp instead of fsdp in the layout")
+        return values
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+"""The orders in which a pipeline does its forwards and backwards (parallel/pipeline/timetable.py)."""
+
+
+class PipelineConfig(Section):
+    """How the pp axis cuts a model and runs it."""
+
+    schedule: Schedule = Field("1f1b", description="the order of forwards and backwards (docs/pipeline.md)")
+    micro_batches: int | None = Field(
+        None,
+        gt=0,
+        description="micro-batches of a step per data rank; unset: by micro_batch, or about 4 a rank",
+    )
+    stages_per_rank: int | None = Field(
+        None, gt=0, description="stages of a rank; unset: 1 for gpipe and 1f1b, 2 for the others"
+    )
+    cuts: list[str] | None = Field(
+        None, description="modules the stages after the first begin with; unset: by measured work"
+    )
+
+    @property
+    def per_rank(self) -> int:
+        """How many stages every rank has."""
+        return self.stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+
+class TensorConfig(Section):
+    """How the tp axis cuts the matrices of a model."""
+
+    roles: dict[str, Literal["column", "row", "whole"]] = Field(
+        {}, description="how modules are cut, by patterns of their names; the others are found out (docs/tensor.md)"
+    )
+    sequence: Literal["auto", "on", "off"] = Field(
+        "auto", description="whether norms and residuals work on some tokens a rank; auto: on GPUs, where it goes"
+    )
+
+
+class RecoverConfig(Section):
+    """What a run does when its numbers are not as they should be (docs/faults.md)."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="when loss or gradients are NaN or infinite: stop, skip the step, or go back to a checkpoint",
+    )
+    on_spike: Literal["warn", "skip", "rollback", "stop"] = Field(
+        "warn", description="when the loss jumps far above that of the steps before"
+    )
+    check_every: int = Field(
+        500,
+        ge=0,
+        description="steps between checks that replicas are equal; so is the first step, and every save; 0: saves only",
+    )
+
+
+class LaunchConfig(Section):
+    """Where and how processes run: what a script under `lockstep run` can be told."""
+
+    name: str | None = Field(None, description="the run's name under runs/; unset: the recipe's or script's")
+    seed: int = Field(0, ge=0, lt=2**64, description="the one seed everything random follows from")
+    layout: str = Field("dp=auto", description="mesh axes, such as dp=2,fsdp=4; auto: chosen for model and machine")
+    nproc: int | None = Field(None, gt=0, description="processes on this node; unset: one a GPU, or 2 on CPUs")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what computes")
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="who communicates; auto: nccl on CUDA, else gloo"
+    )
+    share_gpu: bool = Field(False, description="let several ranks use one GPU (over gloo)")
+    timeout_minutes: float = Field(10.0, gt=0, description="how long a rank waits for the others before it is a hang")
+    restarts: int = Field(3, ge=0, description="failures in a row, without a checkpoint between, that are tried again")
+    on_oom: Literal["shrink", "stop"] | None = Field(
+        None, description="shrink: go on with half the micro-batch when memory is full; unset: shrink in `train`"
+    )
+    max_time: str | None = Field(
+        None, description='save and stop before this is over, as in "2h", "90m" or "1-12:00:00"; exit code 75'
+    )
+    steps: int | None = Field(None, gt=0, description="optimizer steps to do in all (or say epochs)")
+    profile: str | None = Field(None, description='steps to profile, such as "10-12" or "10" (docs/profile.md)')
+    profile_ranks: str = Field("0", description='ranks to profile, such as "0,3", or "all"')
+    log_to: list[Literal["wandb", "mlflow"]] = Field(
+        [], description="also tell W&B or MLflow of the run: wandb, mlflow (docs/console.md)"
+    )
+    pipeline: PipelineConfig = PipelineConfig()
+    tensor: TensorConfig = TensorConfig()
+
+    @field_validator("profile", "profile_ranks", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _launchable(self) -> Self:
+        if self.share_gpu and self.backend == "nccl":
+            raise ValueError("share_gpu and backend nccl contradict each other: nccl refuses two ranks on one GPU")
+        if self.device == "cpu" and self.backend == "nccl":
+            raise ValueError("backend nccl needs device cuda: leave backend out on CPUs")
+        if self.device == "cpu" and self.share_gpu:
+            raise ValueError("share_gpu and device cpu contradict each other: say one of them")
+        if self.max_time is not None:
+            parse_duration(self.max_time)
+        if self.profile is not None:
+            parse_steps(self.profile)
+        parse_ranks(self.profile_ranks)
+        try:
+            check_in_reach(self.profile, self.steps)
+            if self.layout != AUTO:
+                Layout.parse(self.layout)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+class ScriptConfig(LaunchConfig):
+    """What `lockstep run` was told."""
+
+    script: str
+    args: list[str] = []
+
+
+class Config(LaunchConfig):
+    """Everything that decides what `lockstep train` computes and where."""
+
+    recipe: str = Field("lm", description="what to train: lockstep train --list")
+    epochs: int | None = Field(None, gt=0, description="passes over the data to do in all (or say steps)")
+    global_batch: int | None = Field(None, gt=0, description="samples of one optimizer step over all devices")
+    batch_per_device: int | None = Field(
+        None, gt=0, description="samples of one step per replica (dp x fsdp), instead of global_batch"
+    )
+    micro_batch: int | None = Field(
+        None, gt=0, description="samples of one forward; unset: what suits the layout, or what the training needs"
+    )
+    precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
+    clip: float | None = Field(None, gt=0, description="largest global gradient norm")
+    recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
+    compile: Compile = Field("off", description="torch.compile of each block, or of model and loss as a whole")
+    attention: Attention = Field(
+        "auto",
+        description="the kernels of scaled_dot_product_attention on a GPU; auto: the fastest, measured once and kept",
+    )
+    batch_norm: BatchNorm = Field(
+        "auto",
+        description="what BatchNorm normalises over: auto: the global batch, or where micro_batch is given that; or "
+        "always the micro-batch, or those of all data ranks (sync)",
+    )
+    init: Literal["auto", "by-name"] = Field(
+        "auto", description="by-name: each module from its own seed, for huge models"
+    )
+    validate_every: str = Field(
+        "1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"; the end is always scored'
+    )
+    save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
+    keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
+    keep_every: int | None = Field(None, gt=0, description="checkpoints at multiples of so many steps stay for good")
+    numerics: NumericsConfig = NumericsConfig()
+    shard: ShardConfig = ShardConfig()
+    recover: RecoverConfig = RecoverConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    data: DataConfig = DataConfig()
+    model: dict[str, Any] = Field({}, description="the recipe's own settings")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        for key in ("validate_every", "save_every"):
+            try:
+                Cadence.parse(getattr(self, key))
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+        for key, other in (("steps", "epochs"), ("global_batch", "batch_per_device")):
+            if getattr(self, key) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{key} and {other} contradict each other: say one of them")
+            if getattr(self, key) is None and getattr(self, other) is None:
+                raise ValueError(f"neither {key} nor {other} is given: say one of them")
+        if self.micro_batch and self.global_batch and self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"micro_batch {self.micro_batch} is larger than global_batch {self.global_batch}: lower one of them"
+            )
+        check_numerics(self.precision, self.numerics)
+        if self.steps is not None and self.schedule.warmup_steps >= self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} leaves nothing of {self.steps} steps: shorten one"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values of one source, for example the file or the `--set` options."""
+
+    source: str
+    values: Nested
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked config and, for every key, the source of its value."""
+
+    config: Config
+    origin: Mapping[str, str]
+
+    def with_value(self, key: str, value: Any, source: str) -> Resolved:
+        """The same with one more decided value (a dotted key), checked again."""
+        values = self.config.model_dump()
+        _put(values, key, value)
+        return Resolved(checked(Config, values, {**self.origin, key: source}), {**self.origin, key: source})
+
+
+def resolve(layers: Sequence[Layer]) -> Resolved:
+    """Merge the layers, later ones winning, over the defaults of Config and of the recipe they name."""
+    name = "lm"
+    for layer in layers:
+        name = layer.values.get("recipe", name)
+    recipe = find_recipe(name) if isinstance(name, str) else None
+    if recipe:
+        layers = [Layer(f"recipe {recipe.name}", recipe.defaults), *layers]
+    merged: Nested = {}
+    origin: dict[str, str] = {}
+    for layer in layers:
+        for key, value in flatten(layer.values):
+            if key in EXCLUSIVE and EXCLUSIVE[key] not in layer.values:
+                merged.pop(EXCLUSIVE[key], None)
+                origin.pop(EXCLUSIVE[key], None)
+            if key == "optimizer.name" and value != merged.get("optimizer", {}).get("name", value):
+                merged["optimizer"].pop("args", None)  # they were meant for the optimizer before
+                origin.pop("optimizer.args", None)
+            try:
+                _put(merged, key, value)
+            except TypeError:
+                raise UserError(
+                    f"{key} (from {layer.source}) is not a key", "what stands before a dot is a table"
+                ) from None
+            origin[key] = layer.source
+    if recipe:
+        _make_room(merged, origin, layers[0].source)
+    settings_keys = [f"model.{name}" for name in recipe.model_settings.model_fields] if recipe else []
+    config = checked(Config, merged, origin, also=settings_keys)
+    if recipe:
+        settings = checked(recipe.model_settings, config.model, origin, prefix="model.")
+        config = config.model_copy(update={"model": settings.model_dump()})
+    everything = {key: origin.get(key, "default") for key, _ in flatten(config.model_dump())}
+    return Resolved(config, everything)
+
+
+def _make_room(values: Nested, origin: dict[str, str], recipe: str) -> None:
+    """Let what a recipe chose for its own size give way to a smaller run the user asked for."""
+    steps, warmup = values.get("steps"), values.get("schedule", {}).get("warmup_steps", 0)
+    if origin.get("schedule.warmup_steps") == recipe and isinstance(steps, int) and 0 < steps <= warmup:
+        values["schedule"]["warmup_steps"] = steps // 10
+        origin["schedule.warmup_steps"] = f"{recipe}, shortened to fit {steps} steps"
+    batch, micro_batch = values.get("global_batch"), values.get("micro_batch", 0)
+    if origin.get("micro_batch") == recipe and isinstance(batch, int) and 0 < batch < micro_batch:
+        values["micro_batch"] = batch
+        origin["micro_batch"] = f"{recipe}, cut down to global_batch"
+
+
+def parse_assignments(assignments: Sequence[str], example: str = "optimizer.lr=0.01") -> Nested:
+    """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text.
+
+    The word unset takes a value away: `--set clip=unset`. `example` is shown to who has written it otherwise.
+    """
+    values: Nested = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip() or key.count(".") > MOST_LEVELS:
+            raise UserError(f"cannot read --set {assignment[:100]!r}", f"write --set key=value, as in --set {example}")
+        value = _read_value(text, f"--set {key.strip()}")
+        try:
+            _put(values, key.strip(), value)
+        except TypeError:
+            raise UserError(f"--set {key} contradicts another --set", "a key is either a value or a table") from None
+    return values
+
+
+def _read_value(text: str, source: str) -> Any:
+    """A value of `--set`: TOML, or a table as JSON has it, or text."""
+    try:
+        return parse_toml(f"value = {text}", source)["value"]
+    except UserError:
+        raise
+    except ValueError:
+        if text.strip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                return json.loads(text)
+    return None if text.strip() == "unset" else text.strip()
+
+
+def to_toml(config: LaunchConfig) -> str:
+    """The config as TOML with every value; what is unset stands as a comment."""
+    return write_toml(config.model_dump())
+
+
+def from_toml(path: Path) -> Config:
+    """The config a run folder holds."""
+    values = read_toml(path)  # every value is there: the recipe's defaults must not fill in what was unset
+    return checked(Config, values, {key: str(path) for key, _ in flatten(values)})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; `optimizer.args` and other free tables stay whole."""
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and dotted not in ("optimizer.args", "tensor.roles"):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def _put(values: Nested, dotted: str, value: Any) -> None:
+    *tables, leaf = dotted.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise TypeError(dotted)
+    if dotted == "optimizer.args" and isinstance(value, dict):
+        before = values.get(leaf, {})
+        if not isinstance(before, dict):
+            raise TypeError(dotted)
+        value = {**before, **value}
+    values[leaf] = value
+
+
+def check_numerics(precision: str, numerics: NumericsConfig) -> None:
+    """Refuse number formats that do not go together."""
+    if numerics.param_dtype not in (None, "fp32", precision):
+        raise ValueError(
+            f"numerics.param_dtype {numerics.param_dtype} needs products computed in it: set precision = "
+            f'"{numerics.param_dtype}" as well'
+        )
+    if numerics.reduce_dtype == "fp16" and precision != "fp16":
+        raise ValueError(
+            'numerics.reduce_dtype fp16 loses small gradients without a loss scale: set precision = "fp16" as well'
+        )
+    if numerics.storage_dtype == "bf16" and precision != "bf16":
+        raise ValueError('numerics.storage_dtype bf16 needs products computed in it: set precision = "bf16" as well')
+
+
+def numerics_config(values: NumericsConfig | Mapping[str, Any] | None, precision: str) -> NumericsConfig:
+    """The checked `numerics` argument of `run.setup`."""
+    if precision not in get_args(Format):
+        raise unknown("precision", precision, get_args(Format))
+    config = _section(NumericsConfig, values, "numerics.")
+    try:
+        check_numerics(precision, config)
+    except ValueError as error:
+        cause, _, fix = str(error).partition(": ")
+        raise UserError(cause, fix) from None
+    return config
+
+
+def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
+    """The checked `shard` argument of `run.setup`."""
+    return _section(ShardConfig, values, "shard.")
+
+
+def recover_config(values: RecoverConfig | Mapping[str, Any] | None) -> RecoverConfig:
+    """The checked `recover` argument of `run.setup`."""
+    return _section(RecoverConfig, values, "recover.")
+
+
+def tensor_config(values: TensorConfig | Mapping[str, Any] | None) -> TensorConfig:
+    """The checked `tensor` argument of `run.setup`."""
+    return _section(TensorConfig, values, "tensor.")
+
+
+def pipeline_config(values: PipelineConfig | Mapping[str, Any] | None) -> PipelineConfig:
+    """The checked `pipeline` argument of `run.setup`."""
+    return _section(PipelineConfig, values, "pipeline.")
+
+
+def script_config(values: Nested, source: str) -> ScriptConfig:
+    """The checked options of `lockstep run`."""
+    return checked(ScriptConfig, values, {key: source for key, _ in flatten(values)})
+
+
+def launch_config(values: Nested) -> LaunchConfig:
+    """The checked arguments of `lockstep.init`."""
+    return checked(LaunchConfig, values, {})
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _section(model: type[Model], values: Model | Mapping[str, Any] | None, prefix: str) -> Model:
+    return values if isinstance(values, model) else checked(model, dict(values or {}), {}, prefix)
+
+
+def checked(
+    model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "", also: Sequence[str] = ()
+) -> Model:
+    """Values as a model, or the first mistake in them as a sentence; `origin` says where each key came from."""
+    try:
+        return model.model_validate(values, strict=True)
+    except ValidationError as error:
+        raise _sentence(error, model, origin, prefix, also) from None
+
+
+def _sentence(
+    error: ValidationError, model: type[BaseModel], origin: Mapping[str, str], prefix: str, also: Sequence[str]
+) -> UserError:
+    """The first mistake pydantic found, in a user's words."""
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    source = origin.get(key) or next((origin[k] for k in origin if k.startswith(f"{key}.")), None)
+    where = f" (from {source})" if source else ""
+    if first["type"] == "extra_forbidden":
+        known = [*_keys(model, prefix), *also]
+        same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+        close = same_leaf[0] if same_leaf else nearest(key, known)
+        fix = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}"
+        return UserError(f"unknown key {key!r}{where}", fix)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        cause, _, fix = message.partition(": ")
+        return UserError(f"{prefix}{cause}" if prefix else cause, fix or "change one of them")
+    for ours, pydantic_text in (
+        ("a whole number", "Input should be a valid integer"),
+        ("a number", "Input should be a valid number"),
+        ("text", "Input should be a valid string"),
+        ("true or false", "Input should be a valid boolean"),
+        ("a table, set key by key", "Input should be a valid dictionary"),
+        (f"a list, as in --set '{key}=[\"...\"]'", "Input should be a valid list"),
+    ):
+        if message.startswith(pydantic_text):
+            message = f"it has to be {ours}"
+    message = message.replace("Input should be", "it has to be").replace("String should", "it has to")
+    given = repr(first["input"])
+    given = given if len(given) <= 100 else f"{given[:100]}..."
+    return UserError(f"{key} = {given}{where} is not valid", message)
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def for_world(resolved: Resolved, world_size: int) -> Resolved:
+    """The config with layout and global batch settled for a world size."""
+    layout = Layout.parse(resolved.config.layout).resolve(world_size)
+    if str(layout) != resolved.config.layout:
+        resolved = resolved.with_value("layout", str(layout), f"{resolved.config.layout} on {world_size} processes")
+    per_device = resolved.config.batch_per_device
+    if per_device is not None:
+        values = resolved.config.model_dump()
+        values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
+        source = f"batch_per_device {per_device} x {layout.data_size} replicas"
+        origin = {**resolved.origin, "global_batch": source, "batch_per_device": "default"}
+        _make_room(values, origin, f"recipe {resolved.config.recipe}")
+        resolved = Resolved(checked(Config, values, origin), origin)
+    return resolved

@@ -1,0 +1,1 @@
+"""A forward that is followed: a model's blocks, the values between them, and what its code reads and carries."""

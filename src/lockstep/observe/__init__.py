@@ -1,0 +1,1 @@
+"""What a run measures and tells of itself while it trains."""

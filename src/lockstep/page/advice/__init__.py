@@ -1,0 +1,1 @@
+"""What to change, with the numbers that say so."""

@@ -1,0 +1,1 @@
+"""From the event log to what a page needs."""

@@ -1,0 +1,1 @@
+"""From a plain model to the cut one: the order of cutting, initial weights, formats, compile, recompute."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, their timetable, and the activations that are sent between them."""

@@ -1,0 +1,138 @@
+"""Buffers that the user's forward changes: kept in place, and changed once a step where the samples do not matter.
+
+A power iteration (spectral_norm) or a counter comes to the same for every forward of a step. A plain loop does it once
+a step, so every micro-batch begins with what the buffer was before the step, and what the last one made of it stays.
+
+A buffer that is assigned anew (`self.mean = 0.9 * self.mean + ...`) is another tensor from then on, and checkpoints
+know the first. That one gets the value after the last backward: autograd may need what the forward has used of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import UserError
+from lockstep.parallel.whole.shown import Shown
+from lockstep.runtime.comm import Comm
+
+
+class ForwardBuffers:
+    """The buffers of this rank's models, around each forward."""
+
+    def __init__(self, models: Sequence[nn.Module], named: Sequence[tuple[str, torch.Tensor]], comm: Comm) -> None:
+        names = {id(buffer): name for name, buffer in named}
+        self._homes = [
+            (names[id(buffer)], module, leaf, buffer)
+            for model in models
+            for module in model.modules()
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and id(buffer) in names
+        ]
+        self._named = dict(named)
+        self._comm = comm
+        self._group: dist.ProcessGroup | None = None
+        self._once: list[str] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._untouched: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+
+    def change_once(self, names: Collection[str]) -> None:
+        """These, of all ranks, come to the same in every forward of a step: one counts."""
+        if names and self._comm.data_size > 1 and self._group is None:
+            self._group = self._comm.data_group()
+        self._once = [name for name in self._named if name in names or name in self._once]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a step, or a trial of one."""
+        self.take_in()
+        self._made = {}
+        self._before = {name: self._named[name].clone() for name in self._once}
+        self._versions = {name: self._named[name]._version for name in self._once}
+        self._untouched = dict(self._versions)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Enter it around a forward."""
+        self._check()
+        with torch.no_grad():
+            for name, before in self._before.items():
+                if self._named[name]._version != self._untouched[name]:
+                    self._named[name].copy_(before)
+                    self._untouched[name] = self._named[name]._version
+        try:
+            yield
+        except BaseException:
+            self._put_first_back()
+            raise
+        assigned = {}
+        for name, module, leaf, first, now in self._assigned():
+            if name in self._before:
+                assigned[name] = now
+                module._buffers[leaf] = first
+            else:
+                module._buffers[leaf] = now.detach()  # the next forward goes on with the value
+        for name in self._before:
+            self._versions[name] = self._named[name]._version
+            if name in assigned or self._versions[name] != self._untouched[name] or name not in self._made:
+                self._made[name] = assigned.get(name, self._named[name]).detach().clone()
+
+    def _assigned(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, torch.Tensor]]:
+        """Where another tensor stands than at first: name, module, its name there, the first and the other tensor."""
+        for name, module, leaf, first in self._homes:
+            now = dict.get(module._buffers, leaf)  # as it is stored, also where the model shows something else
+            if now is not first and now is not None and now.shape == first.shape and now.dtype == first.dtype:
+                yield name, module, leaf, first, now
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Give the first tensors the values of those that were assigned; no backward may follow that needs the old."""
+        # What is shown was written when it was changed. Copies, because buffers may have changed places.
+        new = [(first, now.clone()) for *_, first, now in self._assigned() if not isinstance(now, Shown)]
+        for first, value in new:
+            first.copy_(value)
+        self._put_first_back()
+
+    def _put_first_back(self) -> None:
+        for _, module, leaf, first, _ in self._assigned():
+            module._buffers[leaf] = first
+
+    def _check(self) -> None:
+        """Nobody but a forward has changed what changes once a step."""
+        again = {name for name, *_ in self._assigned()} if self._versions else set()
+        for name, version in self._versions.items():
+            if name in again or self._named[name]._version != version:
+                raise UserError(
+                    f"the buffer {name} changes once more when a forward is computed again in the backward pass",
+                    "do without recompute (gradient checkpointing) around what changes it",
+                )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last backward of a step: what one forward made stays, on ranks that had none too."""
+        self._check()
+        self.take_in()
+        if not self._before:
+            return
+        made = [
+            (self._made[name] if name in self._made else torch.full_like(before, -torch.inf, dtype=torch.float64))
+            for name, before in self._before.items()
+        ]
+        flat = torch.cat([one.double().reshape(-1) for one in made])
+        if self._group is not None:
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=self._group)
+        sizes = [before.numel() for before in self._before.values()]
+        for name, values in zip(self._before, flat.split(sizes), strict=True):
+            self._named[name].copy_(values.view_as(self._named[name]))
+        self.forget()
+
+    def forget(self) -> None:
+        """No step is under way, and what was assigned in one that does not count is left."""
+        self._put_first_back()
+        self._before, self._versions, self._made = {}, {}, {}

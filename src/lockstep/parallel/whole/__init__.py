@@ -1,0 +1,1 @@
+"""What a script sees and does between steps, as if it had one device."""

@@ -1,0 +1,1 @@
+"""The model that is planned for, part by part."""

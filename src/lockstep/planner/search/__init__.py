@@ -1,0 +1,1 @@
+"""All ways to run a training on a machine, and the best of them."""

@@ -1,0 +1,1 @@
+"""What `lockstep plan` prints."""

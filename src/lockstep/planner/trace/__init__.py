@@ -1,0 +1,1 @@
+"""Memory counted in a step without data."""

@@ -1,0 +1,1 @@
+"""Whether a layout gives the numbers of one process, and if not, why."""

@@ -1,0 +1,1 @@
+"""What this host is and does: its CPUs, memory, network and GPUs."""

@@ -1,0 +1,1 @@
+"""The parts of an optimizer step that know nothing of layouts: gradient norm, optimizer, rates, precision, scores."""

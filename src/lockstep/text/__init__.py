@@ -1,0 +1,1 @@
+"""Numbers, columns and small charts as people read them."""

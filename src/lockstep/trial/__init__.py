@@ -1,0 +1,1 @@
+"""What is found out about a training before its first step: what couples samples, and how many fit."""
