@@ -172,6 +172,15 @@ def test_infiniband_wants_locked_memory_and_is_not_to_be_switched_off() -> None:
     assert bad([node(variables=off)]) == [], "without such a card there is nothing to switch off"
 
 
+def test_a_name_that_leads_nowhere_slows_many_nodes_and_is_a_note_on_one() -> None:
+    nameless = node(host="node2", addresses=[])
+    (finding,) = bad([node(), nameless])
+    assert (finding.check, finding.level, finding.where) == ("names", "slow", "node2")
+    assert finding.evidence == "its own name node2 resolves to nothing"
+    assert bad([nameless]) == [], "nobody else has to find it"
+    assert [one.level for one in judge_nodes([nameless], Plan([2], "cpu", None)) if one.check == "names"] == ["note"]
+
+
 def test_a_node_without_a_way_out_is_told_how_to_work_offline() -> None:
     found = judge_nodes([node(has_default_route=False)], Plan([1], "cpu", None))
     (finding,) = [one for one in found if one.check == "internet"]

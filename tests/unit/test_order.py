@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.order import Order, Position, StepPlan, deal, sample_ids, share
+from lockstep.data.order import AHEAD, Order, Position, StepPlan, deal, sample_ids, share
 
 # A permutation that is none walks for ever.
 pytestmark = pytest.mark.limit(20)
@@ -32,6 +32,10 @@ SPLITS = [
     (97, 97, 5, 2),
     (100, 7, 2, 5),
     (101, 200, 16, 4),
+    # past what is worked out at once: many steps of it, a step over its end, and a step that is larger
+    (2 * AHEAD + 5, AHEAD // 4, AHEAD // 16, 3),
+    (3 * AHEAD, AHEAD // 2 + 7, 100, 2),
+    (2 * AHEAD + 904, AHEAD + 952, 250, 4),
 ]
 
 
@@ -105,6 +109,15 @@ def test_the_order_of_released_versions_stays_so_that_old_runs_can_go_on(case: d
     assert isinstance(epoch, int)
     assert isinstance(ids, list)
     assert sample_ids(np.arange(len(ids)), size, seed, epoch).tolist() == ids
+
+
+@pytest.mark.parametrize("global_batch", [1, 1000, AHEAD, AHEAD + 1, 3000, 2 * AHEAD + 1, 7000])
+def test_steps_of_any_size_read_the_order_of_the_epoch_from_its_beginning_to_its_end(global_batch: int) -> None:
+    order = order_of(5000, global_batch, 1000, 1)
+    whole = sample_ids(np.arange(5000), 5000, 0, 1)
+    plans = epoch_of(order, 1)
+    assert counted(plans) == whole.tolist()
+    assert [plan.samples for plan in plans[:-1]] == [global_batch] * (order.steps_per_epoch - 1)
 
 
 # Dealing a step to the data ranks ------------------------------------------------------------------------------------

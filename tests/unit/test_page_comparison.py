@@ -67,6 +67,16 @@ def test_the_scaling_table_of_a_course() -> None:
     assert "weak scaling" not in table.note
 
 
+def test_efficiency_counts_how_many_times_the_ranks_of_the_smallest_run_there_are() -> None:
+    table = scaling(run_on(16, 90_000.0), run_on(4, 30_000.0), run_on(8, 60_000.0))
+    assert columns(table, "ranks", "speed-up", "efficiency") == [
+        ["4", "1.00", "100.0 %"],
+        ["8", "2.00", "100.0 %"],
+        ["16", "3.00", "75.0 %"],
+    ]
+    assert "over 100 %" not in table.note
+
+
 def test_speed_ups_are_drawn_over_ranks_with_the_ideal_line() -> None:
     chart = panels(*COURSE)["speed-up"]
     assert isinstance(chart, Lines)

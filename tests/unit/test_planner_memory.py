@@ -201,6 +201,15 @@ def test_a_pipeline_has_whole_gradients_also_of_one_micro_batch() -> None:
     assert first.gradients == pytest.approx(2 * first.parameters)
 
 
+@pytest.mark.parametrize(("layout", "rows"), [("pp=4", 1), ("pp=2,tp=8", 8)])
+def test_a_stage_holds_the_activations_it_receives_and_those_it_sends(layout: str, rows: int) -> None:
+    """Point to point: a whole boundary activation each way, of one micro-batch; cut by tp along the sequence."""
+    boundary = 4 * 2048 * 6144 * 2 / rows  # samples, tokens, hidden, bytes of fp16
+    piped = job(layout=layout, global_batch=32, sequence_parallel=rows > 1)
+    assert [memory.communication for memory in estimate_memory(piped)] == [2 * boundary] * len(estimate_memory(piped))
+    assert estimate_memory(job(layout="single"))[0].communication == 0
+
+
 def test_shards_are_summed_over_cp_in_a_buffer_of_all_of_them() -> None:
     """With short samples nothing else is as large as the gradients at the end."""
     tiny = job(GPT, "cp=2,fsdp=2", 16, stack="lockstep", zero=3, micro_batch=1, global_batch=2)

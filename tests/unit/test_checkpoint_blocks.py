@@ -1,0 +1,59 @@
+"""Every byte of a checkpoint is in a block with a digest, and whoever reads it finds the byte that has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep.checkpoint.disk.files import reading, verify_checkpoint
+from lockstep.checkpoint.disk.format import BLOCK_BYTES, DamageError, open_checkpoint
+from lockstep.checkpoint.exchange.foreign import import_weights
+
+SIZE = 2 * BLOCK_BYTES + 12
+"""Bytes of the large tensor: two whole blocks, and a last one of three numbers."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    weights = {"large": torch.arange(SIZE // 4, dtype=torch.float32), "small": torch.ones(3)}
+    save_file(weights, tmp_path / "weights.safetensors")
+    folder, _ = import_weights(tmp_path / "weights.safetensors", tmp_path / "run")
+    return folder
+
+
+def shard_of(checkpoint: Path) -> tuple[Path, int]:
+    """The file of the large tensor, and where in it that begins."""
+    (chunk,) = open_checkpoint(checkpoint).index.tensors["model/large"].chunks
+    return checkpoint / chunk.file, chunk.offset
+
+
+def test_a_whole_checkpoint_is_read_to_its_last_byte(checkpoint: Path) -> None:
+    assert verify_checkpoint(checkpoint) == sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("byte", "block"),
+    [
+        (0, 0),
+        (BLOCK_BYTES - 1, 0),
+        (BLOCK_BYTES, 1),
+        (2 * BLOCK_BYTES - 1, 1),
+        (2 * BLOCK_BYTES, 2),
+        (SIZE - 1, 2),
+    ],
+)
+def test_one_changed_bit_in_any_block_is_found_and_placed(checkpoint: Path, byte: int, block: int) -> None:
+    path, offset = shard_of(checkpoint)
+    with path.open("r+b") as file:
+        file.seek(offset + byte)
+        (value,) = file.read(1)
+        file.seek(offset + byte)
+        file.write(bytes([value ^ 1]))
+    with pytest.raises(DamageError, match=rf"in the block at byte {offset + block * BLOCK_BYTES}\)"):
+        verify_checkpoint(checkpoint)
+    whole = open_checkpoint(checkpoint)
+    with reading(whole) as reader, pytest.raises(DamageError, match="has changed since it was written"):
+        reader.read_into(torch.empty(SIZE // 4), whole.index.tensors["model/large"].chunks[0])
