@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 
-.PHONY: setup demo test test-all bench peers lint format coverage clean page page-packages
+.PHONY: setup demo test test-all mutants bench peers lint format coverage clean page page-packages
 
 setup: $(READY)
 
@@ -34,6 +34,10 @@ test: $(READY)
 
 test-all: $(PEERS)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(AT_ONCE) -m "not gpu"
+
+# Plants faults one by one in a copy of the repository and says which of them no test sees.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 bench: $(PEERS)
 	$(BIN)/python benchmarks/overhead.py
