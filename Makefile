@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 
-.PHONY: setup demo test test-all mutants bench peers lint format coverage clean page page-packages
+.PHONY: setup demo test test-all mutants bench peers lint format coverage clean page page-packages maps release
 
 setup: $(READY)
 
@@ -63,6 +63,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The drawing and the tables of docs/architecture.md, from the table of layers and the modules' docstrings.
+maps:
+	$(PYTHON) docs/make_architecture.py
 
 coverage: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered

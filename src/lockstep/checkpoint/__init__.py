@@ -1,1 +1,1 @@
-"""What a run writes to come back from."""
+"""Checkpoints of a run: saved as a transaction of all ranks, and read back under any layout."""

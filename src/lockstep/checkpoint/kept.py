@@ -1,4 +1,4 @@
-"""State of a script's own in the checkpoints of its run: moving averages, counters, the best score, a replay buffer.
+"""State of a script's own in its run's checkpoints: moving averages, counters, the best score, a replay buffer.
 
 Plain data becomes JSON in the index, and what holds numbers becomes tensors beside the model's. Nothing is pickled.
 """

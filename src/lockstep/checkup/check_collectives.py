@@ -1,4 +1,4 @@
-"""Every collective, checked for the right values: on every mesh axis and pair of axes, in several formats and sizes.
+"""Every collective checked for the right values: on mesh axes and pairs of axes, in several formats and sizes.
 
 Each value is a small whole number that every format holds exactly, so that a right answer is right to the bit; only
 means may be rounded.

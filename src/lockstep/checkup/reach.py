@@ -1,4 +1,4 @@
-"""Whether nodes reach each other and write to one place: each knocks at every other's door, and looks at the folder."""
+"""Whether nodes reach each other over the network, and write to one shared folder."""
 
 from __future__ import annotations
 

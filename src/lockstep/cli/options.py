@@ -1,4 +1,4 @@
-"""Options that mean the same in every command, and the layer of config values they make."""
+"""Options that mean the same in every command, the config values they make, and how commands answer."""
 
 from __future__ import annotations
 

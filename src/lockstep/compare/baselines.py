@@ -1,4 +1,4 @@
-"""Two ways to use several devices that courses begin with, as plain loops, so that they can be measured and left.
+"""Two ways to use several devices that courses begin with, as plain loops, so that they can be measured.
 
 data-parallel   nn.DataParallel: one process copies the model to every GPU in every forward and gathers on the first
 naive-mp        the first half of the layers on one device, the rest on another, which wait for each other

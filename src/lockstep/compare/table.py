@@ -1,4 +1,4 @@
-"""From timed runs of one recipe under several layouts to a scaling table: time, speed-up, efficiency, memory, waiting.
+"""From timed runs of one recipe to a scaling table: time, speed-up, efficiency, memory, waiting.
 
 A run is measured by its event log alone. Every layout runs several times, in turns with the others, so that a machine
 that slows down slows all of them, and a speed-up is the ratio of two runs of the same turn.

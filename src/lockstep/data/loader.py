@@ -1,4 +1,4 @@
-"""From plans to tensors: reads the samples of each step, in worker processes where there are any, and collates them."""
+"""From plans to tensors: reads the samples of each step, in worker processes where asked, and collates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are looked at before they are trained on: the same ones on every rank, and nothing is consumed.
+"""Samples that are looked at before training: the same ones on every rank, and none is consumed.
 
 A dataset is read as the training will read it: by a process where loader processes do that, so that a file which it
 opens when it is first read, or what it counts, is not shared by them. A stream is read from a copy.

@@ -1,4 +1,4 @@
-"""Which samples a step reads: a function of (seed, epoch, position) and the layout's data coordinate, nothing else.
+"""Which samples a step reads: a function of (seed, epoch, position) and the data coordinate, nothing else.
 
 A step's samples are cut into logical micro-batches first, and those are dealt to the data ranks. So at a given size the
 micro-batches, and with them batch statistics, are the same on any layout.

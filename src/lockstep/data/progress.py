@@ -1,4 +1,4 @@
-"""How far the loaders of a run have come: what a checkpoint keeps of them, and what it says when the run goes on."""
+"""How far the loaders of a run have come: what a checkpoint keeps of them, and how a run goes on from it."""
 
 from __future__ import annotations
 

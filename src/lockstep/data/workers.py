@@ -1,4 +1,4 @@
-"""The processes that read samples ahead for a rank: they end with it, leave stops to it, and show where they are."""
+"""The processes that read samples ahead for a rank: they end with it, leave stops to it, show where they are."""
 
 from __future__ import annotations
 

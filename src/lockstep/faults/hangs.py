@@ -1,4 +1,4 @@
-"""From what the ranks of a hung run report to one sentence: who waits in what, who is missing, and why that happens."""
+"""From what the ranks of a hung run report to one sentence: who waits in which collective, who is missing, why."""
 
 from __future__ import annotations
 

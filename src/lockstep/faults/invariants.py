@@ -1,4 +1,4 @@
-"""What has to be true after every step, checked after the first one, now and then, before every save and at the end.
+"""What has to be true after every step (replicas are equal ...): checked now and then, and before every save.
 
 Ranks that hold the same piece of a parameter hold the same bits of it, and of its gradient once gradients were
 exchanged; and the parameters of the model are those that are trained and stored. A digest of every tensor is computed

@@ -1,4 +1,4 @@
-"""When a step does not fit: one message with the phase, the rank, what takes the memory, and what to do about it."""
+"""A step that does not fit: one message with the phase, the rank, what takes the memory, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Putting something around a module's forward."""
+"""Wrapping a module's forward."""
 
 from __future__ import annotations
 

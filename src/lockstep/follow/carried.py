@@ -1,4 +1,4 @@
-"""What a forward may carry from one call to the next beside parameters and buffers: numbers, tensors, generators.
+"""What a forward carries from one call to the next beside parameters and buffers: numbers, tensors, generators.
 
 They stand in attributes of modules and of the loss, and in variables that the loss function reads from outside.
 """

@@ -1,4 +1,4 @@
-"""Looking at one forward of a model without data: what crosses from part to part, and what no pipeline could do."""
+"""One forward without data, followed: boundary activations from part to part, and what no pipeline can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that code reads of a tensor (`.item()`) where the tensor has no data: for a log they need not be known."""
+"""Numbers that code reads of a tensor without data (`.item()`): for a log they need not be known."""
 
 from __future__ import annotations
 

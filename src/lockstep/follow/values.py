@@ -1,4 +1,4 @@
-"""What crosses from one part of a plain model to a later one: values that have numbers.
+"""The values that cross from one part of a plain model to a later one (boundary activations), numbered.
 
 A part is a module that is called once in a forward: a block, an embedding, a head. Between the parts runs the model's
 own code and the user's loss function. Every value out there that depends on a parameter (or on a random number) gets a

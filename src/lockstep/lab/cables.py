@@ -1,4 +1,4 @@
-"""A network of the lab's own: every rank in a network namespace with one cable to a switch, each as fast as told.
+"""A network of the lab's own: every rank in a network namespace, with one cable to a switch, as fast as told.
 
 The namespaces have no names and belong to processes, so they are gone when those end, however they do. Nothing outside
 is touched, and a user who is not root makes them inside of a user namespace, where the system allows that.

@@ -1,4 +1,4 @@
-"""A collective on real ranks, small enough to be looked at: what every rank held after every round, and who sent what.
+"""A collective on real ranks, small enough to look at: what every rank held after every round, who sent what.
 
 Rank r begins with the numbers 10 r + 1, 10 r + 2, ... (or 100 r + 1, where there are more than nine): they tell whose
 they were. A second run of the same algorithm, in which every number of rank r is 2 to the power r, tells which ranks

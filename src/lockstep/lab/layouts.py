@@ -1,4 +1,4 @@
-"""What every rank holds of a tiny model, before, during and after one step that Lockstep's own engine does on it.
+"""What every rank holds of a tiny model, before, during and after one step of Lockstep's own engine.
 
 The model is two matrices with a ReLU between them, `up` from 4 to 4 values and `down` from 4 to 2, all weights small
 whole numbers, so that everything can be checked by hand.

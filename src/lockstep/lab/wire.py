@@ -1,4 +1,4 @@
-"""What the algorithms of the lab talk through: messages between ranks, in rounds, every one of them written down.
+"""What the algorithms of the lab talk through: messages between ranks, in rounds, every one of them recorded.
 
 wire.send(part, to=1)              part is a range of elements of `wire.held`
 wire.receive(part, of=3)           what comes replaces those elements

@@ -1,4 +1,4 @@
-"""torch's elastic agent as Lockstep uses it: it starts the workers of this node, watches them, meets other nodes.
+"""torch's elastic agent as Lockstep uses it: starts the workers of this node, watches them, meets other nodes.
 
 What is ours is only when workers are started again: after each failure the `Supervisor` judges it.
 """

@@ -1,4 +1,4 @@
-"""The nodes of a run, started by hand or by srun on each of them: how many, which one this is, and where they meet."""
+"""The nodes of a run, started by hand or by srun on each: how many, which one this is, and where they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that measure or show something, and are no training: forks of the command, which has torch loaded by then.
+"""Ranks that measure or show something and are no training: forks of the command, which has torch loaded.
 
 answers = run_ranks(work, 4, hear=print)      work(seat) in four processes; what they tell, and what they return
 """

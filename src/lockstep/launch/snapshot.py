@@ -1,4 +1,4 @@
-"""A copy of a script's code in the run folder: the job runs what was submitted, whatever is edited while it waits."""
+"""A copy of a script's code in the run folder: the job runs what was submitted, whatever is edited later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sample costs: the floating-point operations of a model's forward and backward, counted by tracing it once.
+"""What a sample costs: the FLOPs of a model's forward and backward, counted by following it once.
 
 A copy of the model without data is made where it is built, before any layout cuts it. On that copy the loss function
 runs once, forward and backward, with a first micro-batch: nothing is computed, nothing is allocated and

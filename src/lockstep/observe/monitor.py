@@ -1,4 +1,4 @@
-"""What a run finds out about itself while it trains: its ranks' time, the machine, a pipeline's timetable, profiles.
+"""What a run measures of itself while it trains: ranks' time, the machine, a pipeline's timetable, profiles.
 
 All ranks call all of this alike: the numbers of every rank are gathered at steps on which the ranks agreed.
 """

@@ -1,4 +1,4 @@
-"""The settings of a script: what it told `lockstep.init`, `run.setup` and `run.loader`, under the config's names."""
+"""The settings of a script: what it told `lockstep.init`, `run.setup`, `run.loader`, under the config's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: the longest kernels, how much communication compute hides, when nothing is done.
+"""What a torch.profiler trace says: the longest kernels, communication that compute hides, idle times.
 
 It reads the Chrome trace alone, a JSON object with `traceEvents`, so that any trace can be digested anywhere. Where a
 trace has kernels of a GPU they are what counts, those of NCCL as communication. Elsewhere the operators of the CPU

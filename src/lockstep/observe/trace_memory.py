@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says of memory: how much was held over time, and the biggest tensors at the peak.
+"""What a torch.profiler trace says of memory: how much was held over time, the biggest tensors at the peak.
 
 The profiler notes every block that is allocated and freed while it records. What was there before, `Recording` adds to
 the trace: weights, gradients and the optimizer's state, by name.

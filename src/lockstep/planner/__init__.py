@@ -1,1 +1,1 @@
-"""What fits, how fast it is and which layout is best, before any GPU is taken; without torch, except for tracing."""
+"""What fits, how fast it is and which layout is best, before any GPU is taken; only tracing imports torch."""

@@ -1,4 +1,4 @@
-"""Published measurements as jobs: rows of a table, one a training somebody ran, with what it took and what it needed.
+"""Published measurements as jobs: rows of a table, each a training somebody ran, with its time and memory.
 
 A row that does not say enough to be a job is kept with the reason; what had to be assumed about a job is said with it.
 """

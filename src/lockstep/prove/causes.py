@@ -1,4 +1,4 @@
-"""What may be wrong where a layout does not give the numbers of one process: a guess by name, and where it shows."""
+"""Why a layout may not give the numbers of one process: a guess at the cause, by name, and where it shows."""
 
 from __future__ import annotations
 

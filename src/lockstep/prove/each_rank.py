@@ -1,4 +1,4 @@
-"""Whether every data rank computes the same for the same samples, which `lockstep verify` asks when numbers differ."""
+"""Whether every data rank computes the same for the same samples: `lockstep verify` asks when numbers differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs: its code, command, config, versions and environment. All ranks of a run have to be alike in it.
+"""What a rank runs: code, command, config, versions, environment. All ranks of a run have to be alike in it.
 
 The ranks compare it when they meet, before anything that would wait for ever where layouts differ. Each counts itself
 under the digest of its facts in the store they meet at, and only the first of a digest tells the facts themselves:

@@ -1,4 +1,4 @@
-"""The signals that stop a run: what this process does with them before a training can act on them, and after it has.
+"""The signals that stop a run: what this process does with them before, during and after a training.
 
 While Python still imports torch, or once the ranks have agreed to stop, a signal must not decide how the process ends.
 """

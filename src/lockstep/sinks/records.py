@@ -1,4 +1,4 @@
-"""The file that TensorBoard reads: records with checksums.
+"""The file format that TensorBoard reads: records with checksums.
 
 The tensorboard package has a writer of its own, whose checksum is the larger part of what a step costs to be plotted.
 This one writes the same bytes, with the checksums of many records found at once.

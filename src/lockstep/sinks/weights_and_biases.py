@@ -1,4 +1,4 @@
-"""W&B as a service that is told of a run. Its own settings (`WANDB_PROJECT`, `WANDB_MODE`, ...) are those of W&B."""
+"""W&B as a service that is told of a run; it reads its own settings (`WANDB_PROJECT`, `WANDB_MODE`, ...)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of an optimizer step that know nothing of layouts: gradient norm, optimizer, rates, precision, scores."""
+"""The parts of an optimizer step that know no layout: gradient norm, optimizer, rates, precision, scores."""

@@ -1,4 +1,4 @@
-"""Whether an optimizer may work on parts: only where it does with a part of a parameter what it does with the whole.
+"""Whether an optimizer may work on shards: only where it does to a part what it does to the whole parameter.
 
 A stock optimizer is known. Any other is made again by the user's own function, for a few small parameters of the same
 names, and tried out whole and in the parts that ranks would have.

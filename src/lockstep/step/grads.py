@@ -1,4 +1,4 @@
-"""The global gradient norm and the one factor that turns gradient sums into clipped gradients of the mean loss."""
+"""The global gradient norm, and the one factor that turns gradient sums into clipped gradients of the mean loss."""
 
 from __future__ import annotations
 

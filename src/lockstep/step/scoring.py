@@ -1,4 +1,4 @@
-"""Scores over whole datasets: sums and counts, so that every sample counts once on any number of ranks."""
+"""Metrics over whole datasets: sums and counts, so that every sample counts once on any number of ranks."""
 
 from __future__ import annotations
 

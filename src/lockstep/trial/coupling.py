@@ -1,4 +1,4 @@
-"""Whether the loss of a sample depends on anything but the sample: on those who share its forward, or on a call before.
+"""Whether the loss of a sample depends on more than the sample: on others of its forward, or on a call before.
 
 Before the first step a few samples go through the loss together and then in two parts, with the same draws. Where sums
 and weights add up, and gradients too, the micro-batch is free and may follow what is fast. Where they do not (batch

@@ -1,4 +1,4 @@
-"""Where the parts of tensors stand in the whole: saving under one layout and loading under another is arithmetic."""
+"""Which box of a whole tensor a shard is: with it, saving and loading under two layouts is arithmetic."""
 
 from __future__ import annotations
 

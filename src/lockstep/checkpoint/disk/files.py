@@ -1,4 +1,4 @@
-"""Safetensors files, written piece by piece with a digest of every block, and read back with the digests checked.
+"""Safetensors files, written piece by piece with a digest of every block, and read with the digests checked.
 
 The safetensors library wants all tensors of a file at once and knows no digests; its format is a length, a JSON header
 and the bytes.

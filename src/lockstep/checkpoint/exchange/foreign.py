@@ -1,4 +1,4 @@
-"""Weights that other programs wrote, as the start of a run. Whatever is in their files, nothing of it is executed."""
+"""Weights that other programs wrote, as the start of a run; nothing that their files contain is executed."""
 
 from __future__ import annotations
 

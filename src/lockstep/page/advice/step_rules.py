@@ -1,4 +1,4 @@
-"""What to change in the steps themselves: who is slow, what all wait for. Every rule: (seconds won, advice), or None.
+"""What to change in the steps: who is slow, what all wait for. Every rule: (seconds won, advice), or None.
 
 The shares are of a mean step of the last attempt, so that what comes and goes does not count.
 """

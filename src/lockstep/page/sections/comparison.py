@@ -1,4 +1,4 @@
-"""Several runs side by side: the scaling table, the speed-ups with the ideal line, and what differs between them.
+"""Several runs side by side: the scaling table, speed-ups with the ideal line, and what differs between them.
 
 Runs are divided by each other only where they do the same training on the same kind of device: so many parameters,
 the same items, the same precision. The others stand in the table, and a note says why they have no speed-up.

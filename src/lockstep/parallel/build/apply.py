@@ -1,4 +1,4 @@
-"""The one place that knows the order of cutting: stages, formats, compile, recompute, shard or replicate, materialise.
+"""The order of cutting, in one place: stages, formats, compile, recompute, shard or replicate, materialise.
 
 A block recomputes its compiled forward. The other way round torch would have to compile the recomputation, which it
 does for plain blocks only.

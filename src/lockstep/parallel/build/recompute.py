@@ -1,4 +1,4 @@
-"""Activation recompute: a block's activations are dropped after the forward and computed again in the backward."""
+"""Activation recompute (checkpointing): activations of a block are dropped, and computed again in the backward."""
 
 from __future__ import annotations
 

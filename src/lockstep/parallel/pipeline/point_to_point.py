@@ -1,4 +1,4 @@
-"""How the stages of a pipeline send each other tensors: one queue for every pair of ranks and direction.
+"""How pipeline stages send boundary activations and gradients: one queue for each pair of ranks and direction.
 
 A rank sends in the order of its timetable, which every rank knows. So a receiver knows what comes next from whom and
 gets its memory ready before it is needed, and no two ranks can wait for each other.

@@ -1,4 +1,4 @@
-"""The order in which every rank of a pipeline does its work: which stage, which micro-batch, forward or backward.
+"""The schedule of a pipeline: which stage and micro-batch every rank computes when, forward or backward.
 
 The orders of the schedules with several stages per rank are torch's; running them is ours. Names and checks work
 without torch.

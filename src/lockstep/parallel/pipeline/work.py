@@ -1,4 +1,4 @@
-"""How much work each part of a model is: its forward and backward, measured on made-up numbers of the right shapes."""
+"""How much work each part of a model is: its forward and backward, timed on made-up numbers of the right shapes."""
 
 from __future__ import annotations
 

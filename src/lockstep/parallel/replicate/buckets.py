@@ -1,4 +1,4 @@
-"""Data parallelism by replication: gradients summed over the replicas in fixed buckets, as they fill.
+"""Data parallelism by replication (DDP): gradients all-reduced in fixed buckets, as they fill.
 
 torch's DDP averages, wraps the module under another name and rebuilds its buckets after the first backward, which
 changes the order of summation and with it the bits of a resumed run. This is the part of it we need, in place.

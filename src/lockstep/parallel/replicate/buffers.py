@@ -1,4 +1,4 @@
-"""Buffers that the user's forward changes: kept in place, and changed once a step where the samples do not matter.
+"""Buffers that the user's forward changes: kept in place, and changed once a step if samples do not matter.
 
 A power iteration (spectral_norm) or a counter comes to the same for every forward of a step. A plain loop does it once
 a step, so every micro-batch begins with what the buffer was before the step, and what the last one made of it stays.

@@ -1,4 +1,4 @@
-"""How the gradients of one step come together: in one process, over replicas, shards and the stages of a pipeline."""
+"""How the gradients of a step are summed (all-reduce): in one process, over replicas, shards and stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: what one process would have after the same micro-batches.
+"""Running statistics of BatchNorm and other buffers of a forward: what one process would have after the step.
 
 BatchNorm keeps r <- (1 - m) r + m s for every micro-batch it sees. One process sees all micro-batches of a step in
 order; a rank sees only its own, neighbours among them. The update is linear in r, so the ranks' updates compose. Of no

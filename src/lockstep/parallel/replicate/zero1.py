@@ -1,4 +1,4 @@
-"""The optimizer's state sharded, and nothing else: every rank updates its rows of each parameter and gathers the rest.
+"""ZeRO-1: only the optimizer's state is sharded; a rank updates its rows of each parameter, gathers the rest.
 
 The optimizer is given what it would get of `fully_shard`, DTensors cut along dim 0. Here they are views: of the whole
 parameters, and of the gradients that all data ranks have summed.

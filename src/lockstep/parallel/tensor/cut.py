@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: each rank computes with its part, and code that uses them sees the whole.
+"""Tensors that are cut over ranks: each rank computes with its shard, and code that uses them sees the whole.
 
 A `Cut` has the shape of the whole tensor and the data of this rank's part. The user's own `.view(b, t, heads, d)`
 means what it says, and attention runs on this rank's heads. The matrices of a tensor-parallel block make such

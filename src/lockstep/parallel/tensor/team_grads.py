@@ -1,4 +1,4 @@
-"""Ranks that compute one forward together (tp, cp): what each has of a gradient is added up, once a step.
+"""Gradients of a model-parallel group (tp, cp: ranks that share one forward), all-reduced once a step.
 
 The optimizer is given what it would get on one device: parameters of their whole shape. Those are DTensors, views of
 this rank's parts, so that groups made by shape, norms and clipping mean the same as on one device.

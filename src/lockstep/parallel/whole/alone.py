@@ -1,4 +1,4 @@
-"""What a model does with gradients and rows that is right only where one forward sees a whole step.
+"""What a model does with gradients and rows that is right only where one forward sees the whole batch of a step.
 
 Hooks see the gradient of the mean loss there, as in a plain loop. Elsewhere a gradient is a share that is scaled and
 added up later, so they are refused by name; and so are tables that change, or count, the rows of their own forward.

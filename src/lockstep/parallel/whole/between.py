@@ -1,4 +1,4 @@
-"""Between steps a script has the whole model, whatever the layout: how the engine gathers it, and keeps what changes.
+"""Between steps a script has the whole model on any layout: how it is gathered, and how changes are kept.
 
 Every rank has to read the same, since ranks gather from each other. The first reading after a step is a meeting, in
 which a rank that waits for others learns that they have gone on without.

@@ -1,4 +1,4 @@
-"""A forward that moves parameters by itself, as a teacher that follows its student: found before the first step.
+"""A forward that moves parameters by itself, as a teacher follows its student: found before the first step.
 
 Every micro-batch and every rank would move them once more, and what is written into gathered shards is lost.
 """

@@ -1,4 +1,4 @@
-"""Which parameters train: those that did when the model was cut, but for those that the script has frozen since.
+"""Which parameters train: those that did when the model was cut, but for those the script has frozen since.
 
 How gradients come together is settled when a model is cut. A parameter that was to be trained may be frozen at any step
 and unfrozen again; one that was not, or was not there, has no place to bring a gradient to.

@@ -1,4 +1,4 @@
-"""What a model, a machine and a batch allow: a layout that cannot be is refused, with the nearest values that can.
+"""What a model, a machine and a batch allow: other layouts are refused, with the nearest values that can be.
 
 The rules are those of `lockstep train`. It deals an uneven batch, an uneven vocabulary and an uneven number of blocks
 out exactly, so that these are remarks; heads and hidden sizes that do not divide are refused.

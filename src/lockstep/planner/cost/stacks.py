@@ -1,4 +1,4 @@
-"""What differs between training softwares: what they store for a parameter, keep for the backward and hold at the peak.
+"""How training softwares differ: what they store for a parameter, keep for the backward, hold at the peak.
 
 Sources stand beside the figures: the code of a stack, what its authors say, or a fit to its published rows.
 """

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step: a roofline of the compute, collectives by alpha and beta, overlap and the bubble.
+"""Seconds of one optimizer step: a roofline of compute, alpha-beta collectives, overlap and the bubble.
 
 Constants of the hardware are in the catalogue, those of the software in speeds.py; benchmarks/planner.py says how far
 the result is from published runs.

@@ -1,4 +1,4 @@
-"""The machine that a name means: so many GPUs of the catalogue, a cluster profile, or the one that was measured here.
+"""The machine that a name means: GPUs of the catalogue, a cluster profile, or the one that was measured here.
 
 What is known of GPUs, nodes and links stands in catalogue.toml, with its sources.
 """

@@ -1,4 +1,4 @@
-"""How fast software runs on a GPU: a few numbers for each stack, fitted to published runs (benchmarks/planner.py).
+"""How fast software runs on a GPU: a few numbers a stack, fitted to published runs (benchmarks/planner.py).
 
 What a stack keeps in memory, and in which order it works, is in stacks.py.
 """

@@ -1,4 +1,4 @@
-"""The model that a user names: built-in, a Hugging Face config, shape numbers, a recipe, or a function building it."""
+"""The model a user names: built-in, a Hugging Face config, shape numbers, a recipe, a function that builds it."""
 
 from __future__ import annotations
 

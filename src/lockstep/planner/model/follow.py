@@ -1,4 +1,4 @@
-"""One forward of a module, cut into parts at its repeated blocks: products, attention, what is kept, what is moved.
+"""One forward of a module, in parts at its repeated blocks: matmuls, attention, what is kept, what is moved.
 
 Where blocks hand on [batch, tokens, hidden], tensor parallelism is taken to work as in a transformer: what is as wide
 as hidden stays whole, and all else is divided.

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: parts in the order of the forward, each with its parameters, products and values.
+"""A model as the planner sees it: parts in the order of the forward, with parameters, matmuls and activations.
 
 Numbers are those of ONE sample (of `Model.sequence` tokens, for a model of text) and of one forward. What tensor
 parallelism divides is counted apart from what it leaves whole.

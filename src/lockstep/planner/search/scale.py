@@ -1,4 +1,4 @@
-"""The same model on more and more GPUs: weak and strong scaling, how often to save, and what failures leave of it."""
+"""The same model on more and more GPUs: weak and strong scaling, how often to save, what failures cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of an estimate come from: every term with its formula and numbers, and a course's arithmetic beside.
+"""Where the bytes of an estimate come from: each term with formula and numbers, beside a course's arithmetic.
 
 The course is a public one on training large models; its slides estimate GPT-2 1.5B and show the memory of four models.
 """

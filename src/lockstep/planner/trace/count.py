@@ -1,4 +1,4 @@
-"""Memory counted, not estimated: the real model is cut by the project's own functions, and a step runs without data.
+"""Memory counted, not estimated: the real model is cut by the library's own functions and steps without data.
 
 The world is as large as the job's and not there: a process group that answers at once (torch's `fake`), and tensors
 that have a shape and no storage (`FakeTensorMode`). What autograd keeps, what `fully_shard` gathers and what the

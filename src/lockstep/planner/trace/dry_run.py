@@ -1,4 +1,4 @@
-"""One step of a job without data: fake tensors, a fake process group, and a count of every storage that is alive.
+"""One step of a job without data: fake tensors, a fake process group, and a count of every storage alive.
 
 Only a process of its own runs this (planner/trace/count.py).
 """

@@ -1,4 +1,4 @@
-"""Rules for products of tensors, and for attention."""
+"""Rules for products of tensors (matmul, linear, einsum), and for attention."""
 
 from __future__ import annotations
 
