@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, Literal, Self, TypeVar, get_args
+from typing import IO, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -38,13 +38,10 @@ from lockstep.config.schema import (
     NumericsConfig,
     PipelineConfig,
     RecoverConfig,
+    SetupConfig,
     ShardConfig,
     TensorConfig,
-    numerics_config,
-    pipeline_config,
-    recover_config,
-    shard_config,
-    tensor_config,
+    setup_config,
 )
 from lockstep.data.alike import EVALUATION, DataCheck
 from lockstep.data.loader import (
@@ -80,7 +77,6 @@ from lockstep.observe.output import show_run
 from lockstep.observe.settings import script_settings
 from lockstep.page.report import leave_report
 from lockstep.parallel.build.apply import (
-    Cutting,
     Look,
     build_and_plan,
     check_goes_together,
@@ -114,9 +110,6 @@ from lockstep.trial.micro_batch import coupled_micro_batch, default_micro_batch,
 MOST_WORKERS = 8
 LOOKS_EVERY = 250
 """After so many steps, beside 1, 2, 4, ..., and at the end samples are tried out again."""
-
-
-Part = TypeVar("Part", PipelineConfig, TensorConfig)
 
 
 class Run:
@@ -159,11 +152,10 @@ class Run:
         self._locks = locks
         self._made = list(made)  # folders that this process made, where no launcher of ours did
         self._recorder = Recorder(verify, layout, comm.rank) if verify else None
-        self._announced = self._closed = self._compiles = False
-        self._batch_norm: BatchNorm = "auto"
+        self._announced = self._closed = False
+        self._settings = SetupConfig()
         self._tried: tuple[Callable[[int, int], MicroBatch], int] | None = None  # samples to try out again
         self._are_coupled: dict[tuple[Any, ...], tuple[bool, Any]] = {}  # metrics of an evaluation
-        self._pipeline = PipelineConfig()
         self._global_batch = 1
         self._attention: str | None = None
         self._best_in_model = (-1, -1)  # when the best weights were loaded into the model, and of which step they are
@@ -247,32 +239,38 @@ class Run:
             )
         check_setup(build_model, loss, optimizer, schedule, clip)
         build_model = checked_builder(build_model)
-        numerics, shard = numerics_config(numerics, precision), shard_config(shard)
-        for name, value, choices in (
-            ("compile", compile, get_args(Compile)),
-            ("attention", attention, get_args(Attention)),
-            ("batch_norm", batch_norm, get_args(BatchNorm)),
-            ("init", init, ("auto", "by-name")),
-            ("loss_reduction", loss_reduction, ("sum", "mean")),
-        ):
-            if value not in choices:
-                raise unknown(name, str(value), choices)
+        if loss_reduction not in ("sum", "mean"):
+            raise unknown("loss_reduction", str(loss_reduction), ("sum", "mean"))
+        settings = setup_config(
+            self._config,
+            clip=clip,
+            precision=precision,
+            numerics=numerics,
+            recompute=recompute,
+            compile=compile,
+            attention=attention,
+            shard=shard,
+            pipeline=pipeline,
+            tensor=tensor,
+            batch_norm=batch_norm,
+            init=init,
+            recover=recover,
+        )
         if self._recorder:
             build_model = self._recorder.with_fewer_blocks(build_model)
-            precision, numerics, compile = self._recorder.plain_numbers(precision, numerics, compile)
-        self._batch_norm = batch_norm
-        self._compiles = compile != "off"
-        self._comm.once("check the number formats", lambda: check_can_compute(precision, numerics, self.device.type))
-        if compile != "off":
-            check_compile(compile, self.layout, shard, numerics, batch_norm)
+            settings = self._recorder.plain_numbers(settings)
+        self._comm.once(
+            "check the number formats",
+            lambda: check_can_compute(settings.precision, settings.numerics, self.device.type),
+        )
+        if settings.compile != "off":
+            check_compile(settings.compile, self.layout, settings.shard, settings.numerics, settings.batch_norm)
             keep_on_disk(cache_folder() / "compile")
-        self._pipeline = _told(pipeline_config, pipeline, self._config.pipeline)
         before = self._checkpoints.training
         if before is not None and self.layout.pp > 1:
-            self._pipeline = cut_as_before(self._pipeline, self.layout.pp, before.pipeline)
-        matrices = _told(tensor_config, tensor, self._config.tensor)
-        cutting = Cutting(init == "by-name", recompute, compile, numerics, shard, self._pipeline, matrices, batch_norm)
-        self._cutting = cutting
+            cut_alike = cut_as_before(settings.pipeline, self.layout.pp, before.pipeline)
+            settings = settings.model_copy(update={"pipeline": cut_alike})
+        self._settings = settings
         if self.is_main and not self._recorder:
             build_model = self._watching.uncut.watching(build_model)
         engine = self.engine = Engine(
@@ -284,22 +282,21 @@ class Run:
             requests=self.requests,
             seed=self.seed,
             schedule=schedule,
-            clip=clip,
-            precision=precision,
-            numerics=numerics,
-            compile_=compile,
-            attention=attention,
+            clip=settings.clip,
+            precision=settings.precision,
+            numerics=settings.numerics,
+            compile_=settings.compile,
+            attention=settings.attention,
             loss_reduction=loss_reduction,
             recovery=Recovery(
-                # What is proved is compared, and its first difference named: a check in between would only stop it.
-                recover_config({"check_every": 0} if self._recorder else recover),
+                settings.recover,
                 Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
             ),
             observe=self._observe,
             entered=self._clock.script_ends,
             optimizing=self._clock.optimizing,
         )
-        where = (self.layout, self._comm, self.device, cutting, self.seed)
+        where = (self.layout, self._comm, self.device, settings, self.seed)
 
         def prepare(look: Look) -> None:
             self.status("looking at the model, to cut it")
@@ -310,7 +307,7 @@ class Run:
                 groups = [group.model_dump(mode="json") for group in optimizer_groups(engine)]
                 check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
             if engine.pipeline is not None:
-                self.message(f"{self._pipeline.schedule} pipeline: {engine.pipeline.describe()}")
+                self.message(f"{self._settings.pipeline.schedule} pipeline: {engine.pipeline.describe()}")
             for line in parallel.notes:
                 self.message(line)
             self._restore(engine)
@@ -318,21 +315,21 @@ class Run:
         def explain(look: Look) -> None:
             assert self._recorder is not None
             target = self._target_layout
-            _, planned = build_and_plan(build_model, look, target, self._comm, self.device, cutting, self.seed)
+            _, planned = build_and_plan(build_model, look, target, self._comm, self.device, settings, self.seed)
             facts = {
                 "heads": most_ranks(planned.skeleton, look),
                 "sequence": engine.sequence_length,
                 "global_batch": self._global_batch,
                 "memory": rank_memory(),
             }
-            self._recorder.explain({**describe(planned, target, self._pipeline), "facts": facts})
+            self._recorder.explain({**describe(planned, target, self._settings.pipeline), "facts": facts})
             self.leave()
             raise SystemExit(0)
 
         if self._recorder and self._recorder.settings.explain:
             engine.when_data_is_known(explain)
         elif self.layout.pp > 1 or self.layout.team > 1:
-            check_goes_together(self.layout, cutting, self.device.type == "cuda")
+            check_goes_together(self.layout, settings, self.device.type == "cuda")
             engine.steps_done = self._checkpoints.step
             engine.when_data_is_known(prepare)
         else:
@@ -388,14 +385,14 @@ class Run:
         samples = dataset_size(dataset, name)
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
         given = micro_batch or (saved["micro_batch"] if saved and saved["micro_batch_given"] else None)
-        chosen = given or default_micro_batch(self._pipeline, self._target_layout, global_batch)
-        if self._target_layout.pp > 1 and self._pipeline.micro_batches is not None:
+        chosen = given or default_micro_batch(self._settings.pipeline, self._target_layout, global_batch)
+        if self._target_layout.pp > 1 and self._settings.pipeline.micro_batches is not None:
             given = chosen
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate, tokens)
         if self._target_layout.pp > 1:
-            check_micro_batches(self._pipeline, self._target_layout, global_batch, chosen, micro_batch)
+            check_micro_batches(self._settings.pipeline, self._target_layout, global_batch, chosen, micro_batch)
         # Nobody has decided yet how many samples one forward sees, and some models take no single one (BatchNorm).
         several = order if given else replace(order, micro_batch=min(max(2, chosen), global_batch))
         settings = settings_of(dataset)
@@ -760,7 +757,7 @@ class Run:
         engine.may_draw = coupling.draws or others_draw
         rule = None
         if given is None:
-            rule = coupled_micro_batch(coupling, layout, order, synchronises(layout, self._cutting))
+            rule = coupled_micro_batch(coupling, layout, order, synchronises(layout, self._settings))
         else:
             refuse_gathering(coupling, layout, given)
         if rule is not None:
@@ -778,7 +775,7 @@ class Run:
                 self.status("measuring how many samples one forward can hold")
                 size = largest_micro_batch(engine, dataset, order, reading, self._comm).micro_batch
             size = min(size, most or size)  # memory ran out with more
-        synchronise = self._batch_norm == "sync" or (rule is not None and size < order.global_batch)
+        synchronise = self._settings.batch_norm == "sync" or (rule is not None and size < order.global_batch)
         if self._progress.first is not None and engine.would_synchronise(synchronise) != engine.is_synchronised:
             raise UserError(
                 "BatchNorm would normalise over the global batch of one loader and over the micro-batches of another",
@@ -941,16 +938,16 @@ class Run:
         assert loader is not None
         self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
         if self.is_main:
-            settings = self.settings or script_settings(self._config, self._cutting, engine, loader)
+            settings = self.settings or script_settings(self._config, self._settings, engine, loader)
             self.journal.emit("settings", text=settings)
-        self._watching.foretell(engine, loader.order, self._cutting, self.planned)
+        self._watching.foretell(engine, loader.order, self._settings, self.planned)
         if not self._recorder:  # of a proof nobody wants to know
             if coming is not None and coming.micro_batches:
                 self._watching.show(engine, coming.micro_batches[0])
             self._watching.tell_flops(engine)
-        if self._compiles:
+        if self._settings.compile != "off":
             self.status("compiling: the first steps take longer")
-        if line := batch_norm_line(engine.model, self._batch_norm, loader.order, loader.micro_batch_given):
+        if line := batch_norm_line(engine.model, self._settings.batch_norm, loader.order, loader.micro_batch_given):
             self.message(line)
         if self._recorder:
             self._recorder.begin(engine)
@@ -1027,7 +1024,7 @@ class Run:
             seed=self.seed,
             data_rank=self.layout.data_rank(self.rank),
             data_size=self.layout.data_size,
-            equal_counts=self.layout.fsdp > 1 or self._batch_norm == "sync",
+            equal_counts=self.layout.fsdp > 1 or self._settings.batch_norm == "sync",
             shuffle=shuffle,
         )
 
@@ -1064,8 +1061,3 @@ class Run:
 def _called(loader: str) -> str:
     """The call that made a loader, to stand inside of a sentence."""
     return f"run.loader(name={loader!r})"
-
-
-def _told(make: Callable[[Any], Part], argument: Any, command_line: Part) -> Part:
-    """A part of the config: what `run.setup` was given, and over it what the command line says."""
-    return make(make(argument).model_dump(exclude_unset=True) | command_line.model_dump(exclude_unset=True))

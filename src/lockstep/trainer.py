@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.config.arguments import named
 from lockstep.config.cadence import Cadence
-from lockstep.config.schema import Config, Layer, resolve, to_toml
+from lockstep.config.schema import Config, Layer, SetupConfig, resolve, to_toml
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, StepResult
 from lockstep.init_run import init
@@ -136,18 +136,7 @@ class Trainer:
             self.task.loss,
             optimizer=optimizer_factory(config.optimizer),
             schedule=schedule_function(config.schedule, total),
-            clip=config.clip,
-            precision=config.precision,
-            numerics=config.numerics,
-            recompute=config.recompute,
-            compile=config.compile,
-            attention=config.attention,
-            shard=config.shard,
-            recover=config.recover,
-            pipeline=config.pipeline,
-            tensor=config.tensor,
-            batch_norm=config.batch_norm,
-            init=config.init,
+            **{name: getattr(config, name) for name in SetupConfig.model_fields},
         )
 
     def _load(self) -> Loader:

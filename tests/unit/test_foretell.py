@@ -12,11 +12,10 @@ import torch
 from rich.console import Console as Terminal
 
 import lockstep
-from lockstep.config.schema import NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.config.schema import SetupConfig, TensorConfig
 from lockstep.layout import Layout
 from lockstep.observe import prediction as foretell
 from lockstep.observe.prediction import Expected, Measured, error_of
-from lockstep.parallel.build.apply import Cutting
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
@@ -26,7 +25,7 @@ from lockstep.record.log import read_events
 from lockstep.runtime.rank_env import Place
 from lockstep.sinks.console import Console
 
-CUTTING = Cutting(False, False, "off", NumericsConfig(), ShardConfig(), PipelineConfig(), TensorConfig(), "micro-batch")
+CUTTING = SetupConfig(batch_norm="micro-batch")
 ALONE = Place(0, 1, 0, 1, 0, 1, None, "python")
 EXPECTED = Expected(
     lambda: find_model("lm"), CUTTING, Layout(), ALONE, torch.device("cpu"), "fp32", global_batch=16, micro_batch=4
@@ -96,7 +95,7 @@ def test_tokens_are_foretold_to_be_cut_only_where_the_engine_cuts_them(monkeypat
         return estimate_memory(job)
 
     monkeypatch.setattr(foretell, "estimate_memory", estimate)
-    cutting = replace(CUTTING, tensor=TensorConfig(sequence="on"))
+    cutting = CUTTING.model_copy(update={"tensor": TensorConfig(sequence="on")})
     for layout in (Layout(tp=2), Layout(pp=2, tp=2)):
         foretell.foretell(replace(EXPECTED, layout=layout, cutting=cutting))
     assert [job.sequence_parallel for job in jobs] == [True, False]

@@ -9,33 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.config.schema import (
-    LaunchConfig,
-    NumericsConfig,
-    PipelineConfig,
-    RecoverConfig,
-    ShardConfig,
-    TensorConfig,
-)
+from lockstep.config.schema import LaunchConfig, SetupConfig
 from lockstep.config.toml import write_toml
 from lockstep.observe.settings import script_settings
 
 
 def settings_with(optimizer: Any, clip: Any = None) -> str:
     """Those of a script that passes these."""
-    parts = {"pipeline": PipelineConfig(), "tensor": TensorConfig(), "shard": ShardConfig()}
-    cutting: Any = SimpleNamespace(
-        recompute=False, compile="off", batch_norm="micro-batch", init_by_name=False, **parts
-    )
-    recovery = SimpleNamespace(config=RecoverConfig())
-    engine: Any = SimpleNamespace(
-        optimizer=optimizer,
-        clip=clip,
-        precision="fp32",
-        attention=None,
-        numerics=NumericsConfig(),
-        recovery=recovery,
-    )
+    engine: Any = SimpleNamespace(optimizer=optimizer, attention=None)
     loader: Any = SimpleNamespace(
         steps=np.int64(5),
         epochs=None,
@@ -43,7 +24,7 @@ def settings_with(optimizer: Any, clip: Any = None) -> str:
         order=SimpleNamespace(global_batch=8, micro_batch=2, shuffle=True),
         reading=SimpleNamespace(prefetch=2, persistent=True),
     )
-    return script_settings(LaunchConfig(), cutting, engine, loader)
+    return script_settings(LaunchConfig(), SetupConfig(clip=clip), engine, loader)
 
 
 def weights() -> list[torch.nn.Parameter]:
@@ -52,7 +33,7 @@ def weights() -> list[torch.nn.Parameter]:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     optimizer = torch.optim.AdamW(weights(), lr=np.float64(3e-4), betas=(np.float64(0.5), 0.75))
-    told = tomllib.loads(settings_with(optimizer, clip=np.float32(0.5)))
+    told = tomllib.loads(settings_with(optimizer, clip=np.float64(0.5)))
     assert (told["optimizer"]["lr"], told["optimizer"]["betas"]) == (3e-4, [0.5, 0.75])
     assert (told["clip"], told["steps"]) == (0.5, 5)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -173,7 +173,43 @@ class RecoverConfig(Section):
     )
 
 
-class LaunchConfig(Section):
+class CommandConfig(Section):
+    """What of `run.setup` the command line may say too."""
+
+    pipeline: PipelineConfig = PipelineConfig()
+    tensor: TensorConfig = TensorConfig()
+
+
+class SetupConfig(CommandConfig):
+    """How a model is cut and computed: the keywords of `run.setup`, the config's keys of the same names."""
+
+    precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
+    clip: float | None = Field(None, gt=0, description="largest global gradient norm")
+    recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
+    compile: Compile = Field("off", description="torch.compile of each block, or of model and loss as a whole")
+    attention: Attention = Field(
+        "auto",
+        description="the kernels of scaled_dot_product_attention on a GPU; auto: the fastest, measured once and kept",
+    )
+    batch_norm: BatchNorm = Field(
+        "auto",
+        description="what BatchNorm normalises over: auto: the global batch, or where micro_batch is given that; or "
+        "always the micro-batch, or those of all data ranks (sync)",
+    )
+    init: Literal["auto", "by-name"] = Field(
+        "auto", description="by-name: each module from its own seed, for huge models"
+    )
+    numerics: NumericsConfig = NumericsConfig()
+    shard: ShardConfig = ShardConfig()
+    recover: RecoverConfig = RecoverConfig()
+
+    @model_validator(mode="after")
+    def _formats_go_together(self) -> Self:
+        check_numerics(self.precision, self.numerics)
+        return self
+
+
+class LaunchConfig(CommandConfig):
     """Where and how processes run: what a script under `lockstep run` can be told."""
 
     name: str | None = Field(None, description="the run's name under runs/; unset: the recipe's or script's")
@@ -199,8 +235,6 @@ class LaunchConfig(Section):
     log_to: list[Literal["wandb", "mlflow"]] = Field(
         [], description="also tell W&B or MLflow of the run: wandb, mlflow (docs/console.md)"
     )
-    pipeline: PipelineConfig = PipelineConfig()
-    tensor: TensorConfig = TensorConfig()
 
     @field_validator("profile", "profile_ranks", mode="before")
     @classmethod
@@ -236,7 +270,7 @@ class ScriptConfig(LaunchConfig):
     args: list[str] = []
 
 
-class Config(LaunchConfig):
+class Config(SetupConfig, LaunchConfig):
     """Everything that decides what `lockstep train` computes and where."""
 
     recipe: str = Field("lm", description="what to train: lockstep train --list")
@@ -248,31 +282,12 @@ class Config(LaunchConfig):
     micro_batch: int | None = Field(
         None, gt=0, description="samples of one forward; unset: what suits the layout, or what the training needs"
     )
-    precision: Format = Field("fp32", description="what matmuls are computed in; weights and optimizer stay fp32")
-    clip: float | None = Field(None, gt=0, description="largest global gradient norm")
-    recompute: bool = Field(False, description="recompute the blocks' activations in the backward pass")
-    compile: Compile = Field("off", description="torch.compile of each block, or of model and loss as a whole")
-    attention: Attention = Field(
-        "auto",
-        description="the kernels of scaled_dot_product_attention on a GPU; auto: the fastest, measured once and kept",
-    )
-    batch_norm: BatchNorm = Field(
-        "auto",
-        description="what BatchNorm normalises over: auto: the global batch, or where micro_batch is given that; or "
-        "always the micro-batch, or those of all data ranks (sync)",
-    )
-    init: Literal["auto", "by-name"] = Field(
-        "auto", description="by-name: each module from its own seed, for huge models"
-    )
     validate_every: str = Field(
         "1 epoch", description='"100 steps", "1 epoch", "10 minutes" or "never"; the end is always scored'
     )
     save_every: str = Field("1 epoch", description="as validate_every; the end is always saved")
     keep: int = Field(2, gt=0, description="how many of the last checkpoints stay, beside the best")
     keep_every: int | None = Field(None, gt=0, description="checkpoints at multiples of so many steps stay for good")
-    numerics: NumericsConfig = NumericsConfig()
-    shard: ShardConfig = ShardConfig()
-    recover: RecoverConfig = RecoverConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()
@@ -294,7 +309,6 @@ class Config(LaunchConfig):
             raise ValueError(
                 f"micro_batch {self.micro_batch} is larger than global_batch {self.global_batch}: lower one of them"
             )
-        check_numerics(self.precision, self.numerics)
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} leaves nothing of {self.steps} steps: shorten one"
@@ -453,37 +467,27 @@ def check_numerics(precision: str, numerics: NumericsConfig) -> None:
         raise ValueError('numerics.storage_dtype bf16 needs products computed in it: set precision = "bf16" as well')
 
 
-def numerics_config(values: NumericsConfig | Mapping[str, Any] | None, precision: str) -> NumericsConfig:
-    """The checked `numerics` argument of `run.setup`."""
-    if precision not in get_args(Format):
-        raise unknown("precision", precision, get_args(Format))
-    config = _section(NumericsConfig, values, "numerics.")
-    try:
-        check_numerics(precision, config)
-    except ValueError as error:
-        cause, _, fix = str(error).partition(": ")
-        raise UserError(cause, fix) from None
-    return config
-
-
-def shard_config(values: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
-    """The checked `shard` argument of `run.setup`."""
-    return _section(ShardConfig, values, "shard.")
-
-
-def recover_config(values: RecoverConfig | Mapping[str, Any] | None) -> RecoverConfig:
-    """The checked `recover` argument of `run.setup`."""
-    return _section(RecoverConfig, values, "recover.")
-
-
-def tensor_config(values: TensorConfig | Mapping[str, Any] | None) -> TensorConfig:
-    """The checked `tensor` argument of `run.setup`."""
-    return _section(TensorConfig, values, "tensor.")
-
-
-def pipeline_config(values: PipelineConfig | Mapping[str, Any] | None) -> PipelineConfig:
-    """The checked `pipeline` argument of `run.setup`."""
-    return _section(PipelineConfig, values, "pipeline.")
+def setup_config(command: CommandConfig, **keywords: Any) -> SetupConfig:
+    """The checked keywords of `run.setup`; of what the command line may say too, that wins key by key."""
+    values: Nested = {}
+    for name, field in SetupConfig.model_fields.items():
+        given = keywords.get(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            section = (
+                given
+                if isinstance(given, field.annotation)
+                else checked(field.annotation, dict(given or {}), {}, f"{name}.")
+            )
+            if isinstance(told := getattr(command, name, None), Section):
+                both = section.model_dump(exclude_unset=True) | told.model_dump(exclude_unset=True)
+                section = checked(field.annotation, both, {}, f"{name}.")
+            values[name] = section
+        elif name in keywords:
+            choices = get_args(field.annotation)
+            if get_origin(field.annotation) is Literal and given not in choices:
+                raise unknown(name, str(given), choices)
+            values[name] = given
+    return checked(SetupConfig, values, {})
 
 
 def script_config(values: Nested, source: str) -> ScriptConfig:
@@ -497,10 +501,6 @@ def launch_config(values: Nested) -> LaunchConfig:
 
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def _section(model: type[Model], values: Model | Mapping[str, Any] | None, prefix: str) -> Model:
-    return values if isinstance(values, model) else checked(model, dict(values or {}), {}, prefix)
 
 
 def checked(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.config.schema import LaunchConfig
+from lockstep.config.schema import LaunchConfig, SetupConfig
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import Order
 from lockstep.engine import Engine
@@ -30,7 +30,6 @@ from lockstep.observe.journal import Journal
 from lockstep.observe.prediction import Expected
 from lockstep.observe.profiling import Profiler
 from lockstep.observe.telemetry import Telemetry, machine_event
-from lockstep.parallel.build.apply import Cutting
 from lockstep.parallel.pipeline.timeline import Lane, timetable_event
 from lockstep.planner.model.parts import Model
 from lockstep.runtime.comm import Comm
@@ -85,7 +84,7 @@ class Watching:
             self._say(line, "warning")
         self.profiler.begin_step(engine.steps_done + 1, engine)
 
-    def foretell(self, engine: Engine, order: Order, cutting: Cutting, planned: Callable[[], Model] | None) -> None:
+    def foretell(self, engine: Engine, order: Order, cutting: SetupConfig, planned: Callable[[], Model] | None) -> None:
         """Tell what the planner expects of the steps to come, where it knows the model."""
         where = (cutting, self._layout, self._comm.place, self._device)
         batches = (order.global_batch, order.micro_batch)

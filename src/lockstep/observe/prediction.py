@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from lockstep.config.schema import SetupConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.parallel.build.apply import Cutting, cuts_tokens
+from lockstep.parallel.build.apply import cuts_tokens
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
 from lockstep.planner.cost.step_time import estimate_time
@@ -37,7 +38,7 @@ class Expected:
     """What is known of a run when its first step is about to begin."""
 
     model: Callable[[], Model] | None
-    cutting: Cutting
+    cutting: SetupConfig
     layout: Layout
     place: Place
     device: torch.device

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.config.schema import Compile, Format, NumericsConfig
+from lockstep.config.schema import NumericsConfig, RecoverConfig, SetupConfig, flatten
 from lockstep.errors import UserError
 from lockstep.follow.blocks import find_blocks
 from lockstep.follow.trees import tensors_of
@@ -83,20 +83,16 @@ class Recorder:
         # Threads split sums: with as many as a rank has, one process rounds more nearly alike.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // Layout.parse(settings.layout).world_size))
 
-    def plain_numbers(
-        self, precision: Format, numerics: NumericsConfig, compile_: Compile
-    ) -> tuple[Format, NumericsConfig, Compile]:
-        """The same arguments of `run.setup` with values under which layouts can be compared; notes what it changes.
+    def plain_numbers(self, settings: SetupConfig) -> SetupConfig:
+        """The same settings with values under which layouts can be compared; notes what it changes.
 
-        Rounding to half precision hides errors, and compiled code rounds in its own way.
+        Rounding to half precision hides errors, and compiled code rounds in its own way. What is proved is compared,
+        and its first difference named: a check in between would only stop it.
         """
-        plain: tuple[Format, NumericsConfig, Compile] = ("fp32", NumericsConfig(), "off")
-        asked: dict[str, Any] = {"precision": precision, "compile": compile_}
-        instead: dict[str, Any] = {"precision": plain[0], "compile": plain[2]}
-        asked |= {f"numerics.{key}": value for key, value in numerics.model_dump().items()}
-        instead |= {f"numerics.{key}": value for key, value in plain[1].model_dump().items()}
+        plain = settings.model_copy(update={"precision": "fp32", "numerics": NumericsConfig(), "compile": "off"})
+        asked, instead = dict(flatten(settings.model_dump())), dict(flatten(plain.model_dump()))
         self._changed = {key: [value, instead[key]] for key, value in asked.items() if value != instead[key]}
-        return plain
+        return plain.model_copy(update={"recover": RecoverConfig(check_every=0)})
 
     def explain(self, plan: dict[str, Any]) -> None:
         """Leave the plan of the model where the command finds it."""

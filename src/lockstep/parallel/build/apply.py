@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config.schema import BatchNorm, Compile, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.config.schema import SetupConfig
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.follow.blocks import ModelPlan, find_blocks, seed_points
@@ -48,20 +48,6 @@ class Look(Protocol):
     """Runs the user's loss function once, on a model without data and the first samples, their sequences cut or not."""
 
     def __call__(self, model: nn.Module, sequence: Axis | None = None, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Cutting:
-    """How a model is cut and what it computes in: the arguments of `run.setup` that have to do with it."""
-
-    init_by_name: bool
-    recompute: bool
-    compile: Compile
-    numerics: NumericsConfig
-    shard: ShardConfig
-    pipeline: PipelineConfig
-    tensor: TensorConfig
-    batch_norm: BatchNorm
 
 
 @dataclass(frozen=True)
@@ -105,14 +91,14 @@ def parallelize(
     layout: Layout,
     comm: Comm,
     device: torch.device,
-    cutting: Cutting,
+    cutting: SetupConfig,
     seed: int,
 ) -> ParallelModel:
     """Build the model as if on one device and cut it for this rank's place on the mesh, which has no pipeline.
 
     A layout with tp or cp has to `look` at a forward first.
     """
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init == "by-name")
     return parallelize_built(built, look, layout, comm, device, cutting)
 
 
@@ -122,7 +108,7 @@ def parallelize_built(
     layout: Layout,
     comm: Comm,
     device: torch.device,
-    cutting: Cutting,
+    cutting: SetupConfig,
     give_values: Callable[[Built, Callable[[nn.Module], None], torch.device], nn.Module] = materialise,
 ) -> ParallelModel:
     """Cut a model that is built; `give_values` cuts it for good and gives it values, which a dry run has none of."""
@@ -207,7 +193,7 @@ def parallelize_pipeline(
     layout: Layout,
     comm: Comm,
     device: torch.device,
-    cutting: Cutting,
+    cutting: SetupConfig,
     seed: int,
 ) -> ParallelModel:
     """Build the model as if on one device, look at its forward, and cut it into the stages of this rank."""
@@ -298,7 +284,7 @@ def build_and_plan(
     layout: Layout,
     comm: Comm,
     device: torch.device,
-    cutting: Cutting,
+    cutting: SetupConfig,
     seed: int,
 ) -> tuple[Built, Planned]:
     """The model as one device would build it, and how a layout cuts it; without a pipeline it is one stage."""
@@ -306,7 +292,7 @@ def build_and_plan(
     if layout.pp > 1:
         check_goes_together(layout, cutting)
         stages, cuts = layout.pp * config.per_rank, config.cuts
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init_by_name)
+    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init == "by-name")
     refuse_hooks(built.model, layout)
     refuse_tables(built.model, layout)
     fill_buffers(built)
@@ -323,7 +309,7 @@ def plan_team(
     skeleton: nn.Module,
     look: Look,
     layout: Layout,
-    cutting: Cutting,
+    cutting: SetupConfig,
     device: torch.device,
     borders: Sequence[str] = (),
 ) -> tuple[TensorPlan | None, list[str]]:
@@ -352,19 +338,19 @@ def count_once(counted: list[nn.Parameter], layout: Layout, comm: Comm) -> list[
     return counted if first else [parameter for parameter in counted if parameter.dim() > 0]
 
 
-def cuts_tokens(cutting: Cutting, device: torch.device) -> bool:
+def cuts_tokens(cutting: SetupConfig, device: torch.device) -> bool:
     """Whether tokens are to be cut between matrices: on GPUs, where it saves memory at no cost in traffic."""
     asked = cutting.tensor.sequence
     return asked == "on" or (asked == "auto" and device.type == "cuda")
 
 
-def synchronises(layout: Layout, cutting: Cutting) -> bool:
+def synchronises(layout: Layout, cutting: SetupConfig) -> bool:
     """Whether BatchNorm can normalise over the samples of all data ranks."""
     alone = layout.pp == 1 and layout.team == 1 and cutting.compile == "off"
     return layout.world_size > 1 and (cutting.batch_norm == "sync" or (cutting.batch_norm == "auto" and alone))
 
 
-def check_goes_together(layout: Layout, cutting: Cutting, on_cuda: bool = False) -> None:
+def check_goes_together(layout: Layout, cutting: SetupConfig, on_cuda: bool = False) -> None:
     """Refuse what a pipeline, or ranks that compute together, cannot do, before anything is built."""
     if cutting.batch_norm == "sync" and layout.team > 1:
         raise UserError("batch_norm = sync does not go with tp or cp", "use batch_norm = micro-batch")
@@ -427,7 +413,7 @@ def _ties(
     ]
 
 
-def change_forwards(cutting: Cutting, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool) -> None:
+def change_forwards(cutting: SetupConfig, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool) -> None:
     """Compile the blocks and let modules recompute themselves, where that was asked for."""
     if cutting.compile == "blocks":
         compile_blocks(list(blocks), cut)

@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
-from lockstep.config.schema import Format, NumericsConfig, PipelineConfig, ShardConfig, TensorConfig
+from lockstep.config.schema import Format, NumericsConfig, SetupConfig, ShardConfig, TensorConfig
 from lockstep.layout import Layout
-from lockstep.parallel.build.apply import Cutting, ParallelModel, parallelize_built
+from lockstep.parallel.build.apply import ParallelModel, parallelize_built
 from lockstep.parallel.build.materialise import Built, Tensors, cut_on_meta, named_tensors
 from lockstep.parallel.tensor.cut import Following
 from lockstep.planner.cost.job import Job
@@ -186,13 +186,11 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
             cut_on_meta(built.model, cut_and_begin, device)
             return built.model
 
-        cutting = Cutting(
-            init_by_name=False,
+        cutting = SetupConfig(
+            precision=precision,
             recompute=job.recompute == "full",
-            compile="off",
             numerics=numerics,
             shard=ShardConfig.model_validate({"level": f"zero{job.zero}"}),
-            pipeline=PipelineConfig(),
             tensor=TensorConfig(sequence="on" if job.sequence_parallel else "off"),
             batch_norm="micro-batch",
         )
