@@ -68,6 +68,10 @@ format: $(READY)
 maps:
 	$(PYTHON) docs/make_architecture.py
 
+# Builds, tries and tags the version on top of CHANGELOG.md; DRY=1: all but the tag.
+release: $(READY)
+	DRY=$(DRY) .ci/release
+
 coverage: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not slow and not gpu" --cov --cov-report=term:skip-covered
 

@@ -96,13 +96,7 @@ class Writer:
         self.current: Saved | None = None
 
     def start(
-        self,
-        saved: Saved,
-        holdings: Sequence[Holding],
-        index: Index,
-        retire: Callable[[], str | None],
-        *,
-        wait: bool,
+        self, saved: Saved, holdings: Sequence[Holding], index: Index, retire: Callable[[], str | None], *, wait: bool
     ) -> None:
         """Begin to write; without `wait` from copies, while the training goes on. The one before has to be finished.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Annotated
 
 import typer
 
+import lockstep
 from lockstep.cli.bench import bench_command
 from lockstep.cli.board import board_command
 from lockstep.cli.ckpt import app as ckpt_app
@@ -53,8 +55,18 @@ app.add_typer(ckpt_app)
 app.add_typer(lab_app)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lockstep {lockstep.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def about() -> None:
+def about(
+    version: Annotated[  # noqa: ARG001 - the callback answers
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """One training script, the same numbers on any parallel layout."""
 
 

@@ -37,8 +37,7 @@ def compare_command(
         str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")
     ] = None,
     layouts: Annotated[
-        str | None,
-        typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2; naive-mp".'),
+        str | None, typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2; naive-mp".')
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of a run; the first few are left out.")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every layout, in turns with the others.")] = 3,
@@ -216,12 +215,7 @@ def _compared(entrants: Entrants, results: Results, machine: Machine) -> Compari
 
 
 def _finish(
-    comparison: Comparison,
-    stopped: int,
-    chart: Path | None,
-    page: Path | None,
-    as_json: bool,
-    terminal: Terminal,
+    comparison: Comparison, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
 ) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
     from lockstep.compare.show import show_table

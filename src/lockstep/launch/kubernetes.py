@@ -90,11 +90,7 @@ def _heading(job: Job) -> list[str]:
 def _network(job: Job, name: str) -> list[str]:
     if job.nodes == 1:
         return []
-    return [
-        "network:",
-        f"  enableDNSHostnames: true # the nodes meet at {_head(name)}",
-        f"  subdomain: {_text(name)}",
-    ]
+    return ["network:", f"  enableDNSHostnames: true # the nodes meet at {_head(name)}", f"  subdomain: {_text(name)}"]
 
 
 def _failure_policy(job: Job) -> list[str]:

@@ -82,11 +82,7 @@ def meet(nodes: Nodes, seconds: float) -> Meeting:
     address = address_towards(host, port)
     try:
         store = TCPStore(
-            host,
-            port,
-            is_master=nodes.is_head,
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
+            host, port, is_master=nodes.is_head, timeout=datetime.timedelta(seconds=seconds), wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:  # torch's own classes of both, in versions of their own
         what = "take the port" if nodes.is_head else "reach the head"

@@ -25,8 +25,7 @@ def check_job(job: Job, cluster: Cluster, save_seconds: float = 0.0) -> None:
     has = cluster.node
     if has.gpus and job.gpus > has.gpus:
         raise UserError(
-            f"--gpus {job.gpus}, but a node of {cluster.name} has {has.gpus}",
-            f"use --gpus {has.gpus} and more nodes",
+            f"--gpus {job.gpus}, but a node of {cluster.name} has {has.gpus}", f"use --gpus {has.gpus} and more nodes"
         )
     if job.gpus and job.processes > job.gpus and "--share-gpu" not in job.command:
         raise UserError(

@@ -72,10 +72,7 @@ def task(settings: DigitsSettings, data_path: str | None, seed: int) -> Task:  #
 def mnist_model(settings: MnistSettings) -> nn.Module:
     """Pixels [batch, 1, 28, 28] to logits of the ten digits [batch, 10]."""
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(MNIST_SIDE * MNIST_SIDE, settings.width),
-        nn.ReLU(),
-        nn.Linear(settings.width, CLASSES),
+        nn.Flatten(), nn.Linear(MNIST_SIDE * MNIST_SIDE, settings.width), nn.ReLU(), nn.Linear(settings.width, CLASSES)
     )
 
 

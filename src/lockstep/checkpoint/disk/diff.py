@@ -27,10 +27,7 @@ def compare(a: Whole, b: Whole) -> list[Difference]:
     """All tensors of two checkpoints, one pair of them in memory at a time."""
     ours, theirs = a.index.tensors, b.index.tensors
     found = []
-    with (
-        reading(a) as one,
-        reading(b) as other,
-    ):
+    with reading(a) as one, reading(b) as other:
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in theirs:
                 found.append(Difference(name, "only in the first"))

@@ -18,16 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 from torch.serialization import skip_data
 
-from lockstep.checkpoint.disk.files import (
-    DTYPES,
-    Entry,
-    ShardReader,
-    aligned,
-    bytes_of,
-    header_of,
-    reading,
-    write_all,
-)
+from lockstep.checkpoint.disk.files import DTYPES, Entry, ShardReader, aligned, bytes_of, header_of, reading, write_all
 from lockstep.checkpoint.disk.format import Whole
 from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.state import slot_of
