@@ -17,29 +17,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.schema import SetupConfig
 from lockstep.errors import UserError
-from lockstep.layout import Layout
 from lockstep.follow.blocks import ModelPlan, find_blocks, seed_points
-from lockstep.parallel.whole.alone import refuse_hooks, refuse_sparse, refuse_tables
-from lockstep.parallel.replicate.batchnorm import SyncBatchNorms
-from lockstep.parallel.build.compile import check_compilable, compile_blocks
-from lockstep.parallel.tensor.context import plan_context
 from lockstep.follow.values import is_fake
+from lockstep.layout import Layout
+from lockstep.parallel.build.compile import check_compilable, compile_blocks
 from lockstep.parallel.build.formats import accept_rounded, compute_with, store_in
-from lockstep.parallel.replicate.gradients import GradientSync, PipelineGradients, whole_gradients
-from lockstep.parallel.pipeline.timeline import Stopwatch
-from lockstep.parallel.pipeline.point_to_point import Links
 from lockstep.parallel.build.materialise import Built, build_initial, fill, fill_buffers, materialise
-from lockstep.parallel.pipeline.runner import Pipeline
-from lockstep.parallel.pipeline.plan_stages import Planned, plan_pipeline
 from lockstep.parallel.build.recompute import recompute
-from lockstep.parallel.replicate.shard import ShardedGradients, shard, sharding_units
+from lockstep.parallel.pipeline.plan_stages import Planned, plan_pipeline
+from lockstep.parallel.pipeline.point_to_point import Links
+from lockstep.parallel.pipeline.runner import Pipeline
 from lockstep.parallel.pipeline.stage import Stage, cut_model, skeleton_of
+from lockstep.parallel.pipeline.ties import Tie
+from lockstep.parallel.pipeline.timeline import Stopwatch
+from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD, stages_of
+from lockstep.parallel.replicate.batchnorm import SyncBatchNorms
+from lockstep.parallel.replicate.gradients import GradientSync, PipelineGradients, whole_gradients
+from lockstep.parallel.replicate.shard import ShardedGradients, shard, sharding_units
 from lockstep.parallel.replicate.statistics import RunningStatistics
-from lockstep.parallel.tensor.team_grads import as_a_team
+from lockstep.parallel.tensor.context import plan_context
 from lockstep.parallel.tensor.modules import Slice, cut_matrices, open_attention
 from lockstep.parallel.tensor.plan_matrices import TensorPlan, plan_tensor
-from lockstep.parallel.pipeline.ties import Tie
-from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD, stages_of
+from lockstep.parallel.tensor.team_grads import as_a_team
+from lockstep.parallel.whole.alone import refuse_hooks, refuse_sparse, refuse_tables
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from lockstep.config.schema import Compile, NumericsConfig, ShardConfig
 from lockstep.errors import UserError
-from lockstep.layout import Layout
-from lockstep.follow.blocks import find_blocks
-from lockstep.parallel.tensor.cut import apart, marked_again
 from lockstep.follow.around import replace_forward
+from lockstep.follow.blocks import find_blocks
+from lockstep.layout import Layout
 from lockstep.parallel.replicate.statistics import batch_norms
+from lockstep.parallel.tensor.cut import apart, marked_again
 
 VARIANTS = 16
 """Of one function: training and scoring, whole and ragged batches, with and without running statistics."""
