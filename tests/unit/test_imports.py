@@ -47,7 +47,7 @@ def test_asking_the_command_for_help_or_the_recipes_leaves_torch_out() -> None:
     _run("""
 from lockstep.cli import main
 
-for question in ("--help", "train --help", "run --help", "train --list", "fetch --help", "fetch --list"):
+for question in ("--help", "--version", "train --help", "run --help", "train --list", "fetch --help", "fetch --list"):
     sys.argv = ["lockstep", *question.split()]
     with contextlib.redirect_stdout(io.StringIO()) as answer, contextlib.suppress(SystemExit):
         main()

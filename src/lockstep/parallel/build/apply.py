@@ -413,7 +413,9 @@ def _ties(
     ]
 
 
-def change_forwards(cutting: SetupConfig, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool) -> None:
+def change_forwards(
+    cutting: SetupConfig, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool
+) -> None:
     """Compile the blocks and let modules recompute themselves, where that was asked for."""
     if cutting.compile == "blocks":
         compile_blocks(list(blocks), cut)
