@@ -56,15 +56,15 @@ from lockstep.runtime.draws import SCORING, SampleDraws, has_moved
 from lockstep.runtime.seeds import (
     draw_seed,
     hosts_have_moved,
-    in_backward,
     seed_everything,
     seed_of,
     seed_torch,
 )
+from lockstep.runtime.torch_private import has_step_hooks, in_backward
 from lockstep.step.attention import attend_with, fastest_kernels
 from lockstep.step.elementwise import refuse_closure, refuse_coupled
 from lockstep.step.grads import global_norm, gradient_scale, local_gradients, scale_gradients
-from lockstep.step.optim import OptimizerFactory, Schedule, has_step_hooks, use_fused_kernels, with_empty_groups
+from lockstep.step.optim import OptimizerFactory, Schedule, use_fused_kernels, with_empty_groups
 from lockstep.step.precision import LossScale, apply_tf32, compute_in, refuse_untrainable
 from lockstep.step.rates import Rates
 from lockstep.step.scoring import Metric, MetricFunction, checked_pair

@@ -318,7 +318,7 @@ def test_weights_built_in_fp16_are_refused(tmp_path: Any) -> None:
 
 
 def test_fp16_on_a_cpu_that_only_emulates_it_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.step.precision._cpu_has_fp16", lambda: False)
+    monkeypatch.setattr("lockstep.step.precision.cpu_has_fp16", lambda: False)
     with pytest.raises(UserError, match="emulated, about a hundred times slower"):
         check_can_compute("fp16", NumericsConfig(), "cpu")
     check_can_compute("fp16", NumericsConfig(accept=["slow-fp16"]), "cpu")

@@ -36,6 +36,7 @@ from lockstep.checkpoint.state import Holding
 from lockstep.errors import SaveError
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.notices import Abandoned, Notices
+from lockstep.runtime.torch_private import foreach_copy
 from lockstep.text.units import bytes_text
 
 SPARE_MEMORY = 1 << 28
@@ -232,7 +233,7 @@ class Staging:
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         if tensors:
-            torch._foreach_copy_([self._buffers[name] for name in tensors], list(tensors.values()), non_blocking=True)
+            foreach_copy([self._buffers[name] for name in tensors], list(tensors.values()), non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
         return dict(self._buffers)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from lockstep import __version__
 from lockstep.compare.table import IDLE
@@ -35,6 +34,7 @@ from lockstep.record.folder import CONFIG, EVENTS
 from lockstep.record.log import EventLog
 from lockstep.run import MOST_WORKERS
 from lockstep.runtime.seeds import seed_everything, seed_host, seed_of
+from lockstep.runtime.torch_private import tree_map
 from lockstep.step.optim import optimizer_factory, schedule_function
 from lockstep.step.precision import compute_in, number_formats
 from lockstep.trial.fits import peak_bytes

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from lockstep.data.digest import digest_of_value
@@ -22,6 +21,7 @@ from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan, 
 from lockstep.data.workers import Workers, as_value, delivered, naming
 from lockstep.errors import UserError, some_samples
 from lockstep.runtime.seeds import seed_host, seed_of
+from lockstep.runtime.torch_private import tree_map
 
 Collate = Callable[[list[Any]], Any]
 Tokens = Callable[[Any], int | tuple[int, int]]

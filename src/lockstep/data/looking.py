@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lockstep.data.loader import MicroBatch, Reading, collated, kept_random_state, read_steps, stream_epoch
 from lockstep.data.order import Ids, MicroBatchPlan, Order, Position, StepPlan
 from lockstep.errors import SampleError, UserError
 from lockstep.runtime.seeds import seed_host, seed_of
+from lockstep.runtime.torch_private import tree_leaves
 
 FIRST = Position()
 SIZES = 32

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from lockstep.runtime.torch_private import tree_map
 
 
 class Transfers:

@@ -16,6 +16,7 @@ import torch
 from lockstep.config.schema import RecoverConfig
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, StoppedTogetherError, some_samples
 from lockstep.faults.spikes import Spike, SpikeDetector
+from lockstep.runtime.torch_private import foreach_copy, version_of
 
 MOST_SKIPS = 10
 """So many steps in a row that had to be skipped are a training that learns nothing any more."""
@@ -186,9 +187,9 @@ class BufferCopies:
             _copy_all(
                 (copy, buffer)
                 for copy, buffer, version in pairs
-                if not buffer.is_floating_point() and buffer._version != version
+                if not buffer.is_floating_point() and version_of(buffer) != version
             )
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._versions = [version_of(buffer) for buffer in self._buffers]
 
     @property
     def values(self) -> Sequence[torch.Tensor]:
@@ -216,4 +217,4 @@ def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second of each pair into the first, by as few kernels as there can be."""
     listed = list(pairs)
     if listed:
-        torch._foreach_copy_([into for into, _ in listed], [source for _, source in listed])
+        foreach_copy([into for into, _ in listed], [source for _, source in listed])

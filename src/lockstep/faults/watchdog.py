@@ -45,6 +45,7 @@ from lockstep.record.failure import (
 from lockstep.runtime import stop_signals
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.heartbeat import beat_file
+from lockstep.runtime.torch_private import collectives_begun, flight_record
 
 TORCH = str(Path(torch.__file__).parent)
 AUTOGRAD = f"{TORCH}/autograd/graph.py"
@@ -136,12 +137,8 @@ class Watchdog:
 
     def _progress(self) -> tuple[int, int, int]:
         """What changes while a rank gets on: heartbeat, number of collectives of the default group, samples read."""
-        number = 0
-        with suppress(Exception):  # private in torch 2.11 and 2.13; a backend without numbers has its heartbeat
-            group: Any = dist.group.WORLD
-            number = group._get_sequence_number_for_group() if group is not None else 0
         reading = Workers.awaited
-        return self._beat.ticks, number, reading.progress if reading is not None else 0
+        return self._beat.ticks, collectives_begun(), reading.progress if reading is not None else 0
 
     def _look_for_progress(self) -> None:
         if (latest := self._progress()) != self._seen:
@@ -297,11 +294,9 @@ def _awaits(workers: Workers) -> str:
 
 
 def dump_flights(path: Path) -> None:
-    """Write the last collectives, which torch 2.11 (NCCL) and 2.13 (gloo, too) record unasked; private in both."""
-    api = torch._C._distributed_c10d
-    dump: Any = getattr(api, "_dump_nccl_trace_json", None) or getattr(api, "_dump_fr_trace_json", None)
-    if dump is not None and dist.is_initialized():
-        path.write_bytes(dump())
+    """Write the last collectives, where torch has recorded them."""
+    if (flights := flight_record()) is not None:
+        path.write_bytes(flights)
 
 
 def _place(stack: list[Line]) -> str:

@@ -26,18 +26,3 @@ def replace_forward(module: nn.Module, around: Callable[[Forward], Forward]) -> 
             return current(*args, **kwargs)
 
     module.forward = MethodType(around(forward), module)
-
-
-def replace_call(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let `around(module, *args, **kwargs)` answer when a module is called, hooks included; returns how to undo it.
-
-    `module._call_impl(...)` is the call itself. The attribute is where `nn.Module.compile` puts its own (private in
-    torch 2.11 and 2.13).
-    """
-    before = module._compiled_call_impl
-    module._compiled_call_impl = MethodType(around, module)
-
-    def undo() -> None:
-        module._compiled_call_impl = before
-
-    return undo

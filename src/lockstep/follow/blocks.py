@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.errors import UserError, nearest
+from lockstep.runtime.torch_private import AnyDropout
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""
 
-DRAWING = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
+DRAWING = (AnyDropout, nn.RReLU, nn.MultiheadAttention, nn.RNNBase)
 """torch's own modules that draw random numbers."""
 
 STATED = "pipeline.cuts says so"

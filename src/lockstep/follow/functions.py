@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._functorch import utils as functorch  # private in torch 2.11 and 2.13
+
+from lockstep.runtime.torch_private import function_of, functions_seen, gradients_taken
 
 APART = 2.0**13
 """How far apart gradients are by which a backward is tried out; a power of two, so that nothing is rounded."""
@@ -16,22 +16,9 @@ APART = 2.0**13
 
 @contextmanager
 def own_functions_seen(see: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
-    """Let `see(function, arguments)` say what a Function of the user's is applied to.
-
-    `apply` itself is no place to look: people keep it (`reverse = Reverse.apply`). It hands its arguments to this
-    function of torch's first.
-    """
-    unwrap = functorch.unwrap_dead_wrappers
-
-    def seen(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        function = sys._getframe(1).f_locals.get("cls")
-        return unwrap(see(function, args) if function is not None and is_own(function) else args)
-
-    functorch.unwrap_dead_wrappers = seen
-    try:
+    """Let `see(function, arguments)` say what a Function of the user's is applied to."""
+    with functions_seen(lambda function, args: see(function, args) if is_own(function) else args):
         yield
-    finally:
-        functorch.unwrap_dead_wrappers = unwrap
 
 
 def is_own(function: Any) -> bool:
@@ -57,7 +44,7 @@ def not_linear(loss: torch.Tensor, additive: bool) -> str | None:
     With `additive`, also of the sum of two. It is called a few times with made-up gradients.
     """
     for node in nodes_of([loss]):
-        function = getattr(node, "_forward_cls", None)
+        function = function_of(node)
         if function is not None and is_own(function) and not _is_linear(node, additive):
             return str(function.__name__)
     return None
@@ -66,7 +53,7 @@ def not_linear(loss: torch.Tensor, additive: bool) -> str | None:
 @torch.no_grad()
 def _is_linear(node: Any, additive: bool) -> bool:
     with torch.random.fork_rng([]):
-        one, other = ([_made_up(like) for like in node._input_metadata] for _ in range(2))
+        one, other = ([_made_up(like) for like in gradients_taken(node)] for _ in range(2))
         result = _results(node, one)
         tries = [(_results(node, [g * by for g in one]), [r * by for r in result]) for by in (APART, 1 / APART)]
         if additive:

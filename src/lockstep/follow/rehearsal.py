@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_impls import op_implementations_dict  # private in torch 2.11 and 2.13
-from torch._subclasses.fake_tensor import (  # private in torch 2.11 and 2.13
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
-from lockstep.follow.around import replace_call
 from lockstep.follow.functions import own_functions_seen
 from lockstep.follow.trees import map_tensors, tensors_of
 from lockstep.follow.unread import Look, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
@@ -37,6 +31,19 @@ from lockstep.follow.values import (
     without_graph,
 )
 from lockstep.runtime.draws import RANDOM
+from lockstep.runtime.torch_private import (
+    CTC_OPERATIONS,
+    GROUPED_MATMUL,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    add_shape_rule,
+    call_of,
+    replace_call,
+    replaced,
+    saving_hooks,
+    storage_key,
+    version_of,
+)
 
 IN_PLACE = frozenset(
     ["__setitem__"]
@@ -64,7 +71,7 @@ def rehearse(
     """
     rehearsal = Rehearsal()
     watch = RehearsalWatch(rehearsal, len(parts) - 1)
-    buffers = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    buffers = {name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers()}
     undo = [replace_call(part, _part_call(number, watch)) for number, part in enumerate(parts)]
     handles = [hook for module in seeded for hook in _count_inside(module, watch)]
     try:
@@ -83,7 +90,7 @@ def rehearse(
     if len(rehearsal.outputs) != len(parts) and not (may_read_at_end and not rehearsal.outputs):
         raise another_path("left out parts of the model")
     watch.used(rehearsal.result)
-    now = {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+    now = {name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers()}
     rehearsal.changed_buffers = {name for name, state in now.items() if buffers.get(name) != state}
     _find_gradients(rehearsal, watch.numbered)
     return rehearsal
@@ -143,7 +150,7 @@ class RehearsalWatch(Watch):
             )
         if name == "__getitem__":
             args = (args[0], _without_masks(args[1]))
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         self.note_changes(tensors, versions)
         if name != "__get__":
@@ -162,7 +169,7 @@ class RehearsalWatch(Watch):
         """Give a value its number, and note what it looks like."""
         super().number(tensor)
         self.numbered.append(tensor)
-        storage = tensor.untyped_storage()._cdata if not tensor.is_sparse else 0
+        storage = storage_key(tensor.untyped_storage()) if not tensor.is_sparse else 0
         self.rehearsal.values.append(
             Value(self.at, self.at, tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), storage=storage)
         )
@@ -176,7 +183,7 @@ class RehearsalWatch(Watch):
     def note_changes(self, tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
         """Values were changed in place, where their version is another one now."""
         for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version == version:
+            if version_of(tensor) == version:
                 continue
             if (number := self.number_of(tensor)) is not None:
                 self.rehearsal.values[number].changed = self.at
@@ -244,13 +251,13 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
             refuse_unread((args, kwargs))
             given = [tensor for tensor in tensors_of((args, kwargs)) if watch.number_of(tensor) is not None]
             own = list(module.parameters())
-            versions = [tensor._version for tensor in (*given, *own)]
+            versions = [version_of(tensor) for tensor in (*given, *own)]
             rehearsal.regions.append(_checkpoint_region())
             _refuse_reentrant_checkpoint()
             before = [id(tensor) for tensor in tensors_of((args, kwargs))]
             watch.in_part = True
             with _no_other_randomness(module), PartWatch(watch, number, given):
-                output = module._call_impl(*args, **kwargs)
+                output = call_of(module)(*args, **kwargs)
             watch.in_part = False
             refuse_unread(output)
             if [id(tensor) for tensor in tensors_of((args, kwargs))] != before:
@@ -261,7 +268,7 @@ def _part_call(number: int, watch: RehearsalWatch) -> Callable[..., Any]:
                 )
             watch.note_changes(given, versions[: len(given)])
             changed = zip(own, versions[len(given) :], strict=True)
-            rehearsal.changed_parameters |= {id(tensor) for tensor, version in changed if tensor._version != version}
+            rehearsal.changed_parameters |= {id(tensor) for tensor, version in changed if version_of(tensor) != version}
             rehearsal.pieces.append(Piece(number, module, args, kwargs))
             output = apart_from(output, given)
             rehearsal.outputs.append(map_tensors(without_graph, output))
@@ -303,23 +310,22 @@ def _shapes_of_grouped_mm(
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-for _operation in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
-    op_implementations_dict.setdefault(_operation, _shapes_of_ctc)
-op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _shapes_of_grouped_mm)
+for _operation in CTC_OPERATIONS:
+    add_shape_rule(_operation, _shapes_of_ctc)
+add_shape_rule(GROUPED_MATMUL, _shapes_of_grouped_mm)
 
 
 @contextmanager
 def without_data(who: str = ONE_STAGE) -> Iterator[Look]:
     """Refuse, with the user's own line, what only a value can decide; `who` says who could not know it."""
     look = Look(who)
-    with_cudnn = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False  # for recurrent layers on GPUs it wants weights that lie together in memory
     try:
-        yield look
+        # For recurrent layers on GPUs cuDNN wants weights that lie together in memory.
+        with replaced(torch.backends.cudnn, "enabled", False):
+            yield look
     except (DataDependentOutputException, DynamicOutputShapeException, ValueReadError) as error:
         raise unknown(line_of(error), who) from error
     finally:
-        torch.backends.cudnn.enabled = with_cudnn
         look.over = True
 
 
@@ -354,8 +360,8 @@ def _no_other_randomness(module: nn.Module) -> Iterator[None]:
 
 
 def _checkpoint_region() -> Any:
-    """What torch.utils.checkpoint has hung into autograd (private in torch 2.11 and 2.13)."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """What torch.utils.checkpoint has hung into autograd."""
+    hooks = saving_hooks()
     return hooks[0] if hooks else None
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.runtime.torch_private import tree_leaves, tree_map
 
 PLAIN = (bool, int, float, str)
 """Values that hold no tensors and mean the same on every rank."""

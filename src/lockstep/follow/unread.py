@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UserError
 from lockstep.follow.values import is_fake, user_line
+from lockstep.runtime.torch_private import tree_leaves
 
 READING = frozenset(["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__"])
 """Operations that turn a tensor into a number."""

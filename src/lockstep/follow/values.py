@@ -19,17 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private in torch 2.11 and 2.13
-from torch.overrides import (  # the two functions are private in torch 2.11 and 2.13
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode_temporarily,
-)
+from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
 from lockstep.follow.trees import map_tensors
 from lockstep.record.failure import shown_file
 from lockstep.runtime.draws import RANDOM
+from lockstep.runtime.torch_private import FakeTensor, FakeTensorMode, current_function_mode, without_function_mode
 
 FILLED = {
     torch.ones_like: torch.ones,
@@ -199,8 +195,8 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Not watched inside: a part computes at full speed."""
-        if _get_current_function_mode() is self:
-            with _pop_mode_temporarily():
+        if current_function_mode() is self:
+            with without_function_mode():
                 yield
         else:  # somebody's `with torch.device(...)` is around the part
             self._paused = True

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lockstep.runtime.seeds import in_backward
+from lockstep.runtime.torch_private import in_backward
 
 Stall = Literal["input", "wait"]
 Work = Literal["optimizer", "between"]

@@ -26,9 +26,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.11 and 2.13
 
 from lockstep.config.schema import Format
 from lockstep.data.loader import MicroBatch, kept_random_state
@@ -37,6 +35,7 @@ from lockstep.follow.rehearsal import without_data
 from lockstep.follow.values import fake_like
 from lockstep.observe.device_peak import Peak
 from lockstep.parallel.pipeline.stage import copy_of
+from lockstep.runtime.torch_private import FakeTensorMode, TorchDispatchMode
 from lockstep.step.precision import compute_in
 
 Loss = Callable[[nn.Module, Any], Any]

@@ -31,7 +31,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.build.materialise import checksum, tied_names
 from lockstep.parallel.tensor.cut import whole_of
 from lockstep.prove.each_rank import each_rank_in_turn
-from lockstep.runtime.seeds import in_backward
+from lockstep.runtime.torch_private import in_backward
 
 if TYPE_CHECKING:
     from lockstep.data.loader import Loader, MicroBatch, StepBatch

@@ -21,6 +21,7 @@ from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.network import address_towards, interface_of, is_loopback
 from lockstep.runtime.notices import Notices
 from lockstep.runtime.rank_env import Place
+from lockstep.runtime.torch_private import set_timeout
 
 Reduction = Literal["sum", "mean", "min", "max"]
 
@@ -359,6 +360,5 @@ def build_mesh(
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=tuple(axes))
     mesh = DeviceMesh(device_type, ranks.permute([present.index(axis) for axis in axes]), mesh_dim_names=tuple(axes))
     for axis in axes:
-        # Groups of a mesh do not inherit the timeout and would wait 30 minutes (private in torch 2.11 and 2.13).
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
+        set_timeout(mesh.get_group(axis), timeout)
     return mesh

@@ -20,13 +20,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor  # private in torch 2.11 and 2.13
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.11 and 2.13
 
 from lockstep.errors import UserError
-from lockstep.runtime.seeds import in_backward, is_computed_again
+from lockstep.runtime.seeds import is_computed_again
+from lockstep.runtime.torch_private import (
+    DIRICHLET,
+    DIRICHLET_OPERATION,
+    GAMMA,
+    GAMMA_OPERATION,
+    RECURRENT,
+    FakeTensor,
+    TorchDispatchMode,
+    in_backward,
+)
 
 RANDOM = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu]
@@ -34,17 +42,17 @@ RANDOM = frozenset(
     + [torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like]
     + [getattr(torch.Tensor, name) for name in ("bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_")]
     + [getattr(torch.Tensor, name) for name in ("random_", "log_normal_", "geometric_", "cauchy_", "multinomial")]
-    + [torch._standard_gamma, torch.rrelu]
+    + [GAMMA, torch.rrelu]
 )
 """Functions that draw random numbers."""
 
 ALSO_DRAW = frozenset(
     (
         *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
-        *(torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu),
+        *RECURRENT,
         *(torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.native_dropout),
         *(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_, torch.rrelu_),
-        *(torch._sample_dirichlet, torch.binomial),
+        *(DIRICHLET, torch.binomial),
     )
 )
 """Functions that draw where they are told to drop something, and rarer ones."""
@@ -60,7 +68,7 @@ NEW = frozenset(
     (
         *(aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like, aten.randint_like, aten.normal),
         *(aten.bernoulli, aten.native_dropout, aten.multinomial, aten.poisson, aten.rrelu_with_noise),
-        *(aten._standard_gamma, aten._sample_dirichlet, aten.binomial),
+        *(GAMMA_OPERATION, DIRICHLET_OPERATION, aten.binomial),
     )
 )
 """What drawing functions come down to: operations that fill a tensor, and those that make one."""

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.runtime.torch_private import saving_hooks
+
 
 def seed_of(*coordinates: int | str) -> int:
     """A 63-bit seed for one logical coordinate; different coordinates give unrelated seeds."""
@@ -41,17 +43,12 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread (private in torch 2.11 and 2.13)."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def is_computed_again() -> bool:
     """Whether what is computed now will be computed again in the backward pass, as torch.utils.checkpoint has it.
 
-    It either keeps no graph or stands where tensors are saved for the backward (private in torch 2.11 and 2.13).
+    It either keeps no graph or stands where tensors are saved for the backward.
     """
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.is_grad_enabled() or saving_hooks() is not None
 
 
 def seed_host(seed: int) -> None:

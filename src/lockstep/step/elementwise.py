@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.step.optim import OptimizerFactory, has_step_hooks
+from lockstep.runtime.torch_private import has_step_hooks
+from lockstep.step.optim import OptimizerFactory
 
 Tensors = dict[str, torch.Tensor]
 

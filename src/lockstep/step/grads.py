@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.runtime.dtensors import local_part
+from lockstep.runtime.torch_private import foreach_multiply, foreach_norm, values_of_sparse
 from lockstep.step.optim import multiplies_gradients
 
 
@@ -20,7 +21,7 @@ def local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
             continue
         if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad._values())
+            found.append(values_of_sparse(parameter.grad))
         else:
             part = local_part(parameter.grad)
             found.append(torch.view_as_real(part) if part.is_complex() else part)
@@ -35,7 +36,7 @@ def global_norm(
     if grads:
         # Of gradients in half precision too in fp32: what they are multiplied by is made of it.
         exact = max((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
-        norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(exact, torch.float32))
+        norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(exact, torch.float32))
         norm = torch.linalg.vector_norm(torch.stack(norms))
     if not groups:
         return norm
@@ -64,4 +65,4 @@ def scale_gradients(
     if in_kernel or getattr(optimizer, "grad_scale", None) is not None:
         optimizer.grad_scale = scale.reciprocal() if in_kernel and scale is not None else None  # type: ignore[attr-defined]
     if not in_kernel and grads and scale is not None:
-        torch._foreach_mul_(list(grads), scale)
+        foreach_multiply(list(grads), scale)

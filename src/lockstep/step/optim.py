@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.schema import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError, unknown
+from lockstep.runtime.torch_private import has_step_hooks
 
 OptimizerFactory = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Schedule = Callable[[int], float]
@@ -105,11 +106,6 @@ def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
     known = inspect.signature(type(optimizer)).parameters
     make: Any = type(optimizer)
     return make(parameters, **{name: value for name, value in optimizer.defaults.items() if name in known})  # type: ignore[no-any-return]
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether functions were registered to be called before or after a step (private in torch 2.11 and 2.13)."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def multiplies_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.config.schema import Format, NumericsConfig
 from lockstep.errors import UserError
+from lockstep.runtime.torch_private import cpu_has_fp16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -99,7 +100,7 @@ def check_can_compute(precision: Format, numerics: NumericsConfig, device_type: 
             name = torch.cuda.get_device_name()
             raise UserError(f"precision bf16 needs an Ampere GPU or newer, and this is a {name}", "use precision fp16")
         return
-    if precision == "fp16" and "slow-fp16" not in numerics.accept and not _cpu_has_fp16():
+    if precision == "fp16" and "slow-fp16" not in numerics.accept and not cpu_has_fp16():
         raise UserError(
             "precision fp16 on this CPU is emulated, about a hundred times slower than fp32",
             "use bf16 or fp32 here, or accept it by name: --set 'numerics.accept=[\"slow-fp16\"]'",
@@ -130,11 +131,6 @@ def refuse_untrainable(
                 'keep weights in float32 with precision="bf16", use an optimizer made for it, or accept it by name: '
                 'numerics.accept = ["bf16-weights"]',
             )
-
-
-def _cpu_has_fp16() -> bool:
-    # Private in torch 2.11 and 2.13; there is no public question.
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 PROBE = """

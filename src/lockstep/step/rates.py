@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import UserError
+from lockstep.runtime.torch_private import schedulers_inside
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Rates:
         """
         found = [one for one in gc.get_referrers(*_classes(LRScheduler)) if isinstance(one, LRScheduler)]
         mine = [one for one in found if getattr(one, "optimizer", None) is self._optimizer]
-        inside = {id(inner) for one in mine for inner in getattr(one, "_schedulers", ())}
+        inside = {id(inner) for one in mine for inner in schedulers_inside(one)}
         outside = [one for one in mine if id(one) not in inside]
         names = Counter(type(one).__name__ for one in outside)
         if twice := [name for name, count in names.items() if count > 1]:

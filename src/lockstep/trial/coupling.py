@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.digest import digest_of_value
 from lockstep.data.loader import MicroBatch
@@ -28,6 +27,7 @@ from lockstep.parallel.replicate.statistics import changed_by_each
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
 from lockstep.runtime.seeds import seed_of
+from lockstep.runtime.torch_private import AnyBatchNorm
 from lockstep.text.units import listed
 from lockstep.trial.fits import free_bytes
 
@@ -213,9 +213,9 @@ def _too_few(engine: Engine) -> Iterator[list[Exception]]:
         raised.append(error)
 
 
-def _batch_norms(engine: Engine) -> tuple[list[_BatchNorm], str | None]:
+def _batch_norms(engine: Engine) -> tuple[list[AnyBatchNorm], str | None]:
     """The layers that normalise over a batch in training, and that in words."""
-    norms = [(name, layer) for name, layer in engine.model.named_modules() if isinstance(layer, _BatchNorm)]
+    norms = [(name, layer) for name, layer in engine.model.named_modules() if isinstance(layer, AnyBatchNorm)]
     norms = [(name, layer) for name, layer in norms if layer.training]
     words = (
         f"the {type(norms[0][1]).__name__} {norms[0][0]} normalises over the samples of a forward" if norms else None
@@ -354,7 +354,7 @@ def _cause_among_few(
     return _cause_in(engine, together, parts, whole, tried, rounding)
 
 
-def _cause_of_sizes(engine: Engine, norms: Sequence[_BatchNorm], read: Read, count: int) -> str | None:
+def _cause_of_sizes(engine: Engine, norms: Sequence[AnyBatchNorm], read: Read, count: int) -> str | None:
     """What couples samples of other sizes, of which the collate function fills up the shorter ones."""
     together, parts = read(0, count), [read(0, count // 2), read(count // 2, count)]
     with _counted(norms) as of_whole:
@@ -369,7 +369,7 @@ def _cause_of_sizes(engine: Engine, norms: Sequence[_BatchNorm], read: Read, cou
 
 
 @contextmanager
-def _counted(norms: Sequence[_BatchNorm]) -> Iterator[list[int]]:
+def _counted(norms: Sequence[AnyBatchNorm]) -> Iterator[list[int]]:
     """How many numbers each of these layers is given, inside."""
     counts = [0] * len(norms)
 
@@ -593,7 +593,7 @@ def _row_sums(engine: Engine, micro_batch: MicroBatch) -> list[tuple[str, torch.
 
 
 @contextmanager
-def _evaluating(layers: Sequence[_BatchNorm], device: torch.device) -> Iterator[None]:
+def _evaluating(layers: Sequence[AnyBatchNorm], device: torch.device) -> Iterator[None]:
     """BatchNorm without statistics of the batch, so that what else couples samples shows."""
     without = [layer for layer in layers if layer.running_mean is None]
     for layer in layers:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 from torch.serialization import skip_data
 
 from lockstep.checkpoint.disk.files import DTYPES, Entry, ShardReader, aligned, bytes_of, header_of, reading, write_all
@@ -23,6 +22,7 @@ from lockstep.checkpoint.disk.format import Whole
 from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.state import slot_of
 from lockstep.errors import UserError
+from lockstep.runtime.torch_private import FakeTensorMode, checkpoint_offset
 from lockstep.text.units import bytes_text
 
 TORCH_FILES = (".pt", ".pth", ".bin")
@@ -144,8 +144,7 @@ def _write_torch(checkpoint: Whole, reader: ShardReader, path: Path, optimizer: 
         places = torch.load(path, weights_only=True)
     offsets: dict[str, int] = {}
     for name, tensor in _named(places, checkpoint, optimizer):
-        storage: Any = tensor.untyped_storage()
-        offsets[name] = storage._checkpoint_offset  # set by torch.load under a FakeTensorMode (torch 2.11 and 2.13)
+        offsets[name] = checkpoint_offset(tensor.untyped_storage())
     sums = {}
     with path.open("r+b", buffering=0) as file:
         for name, offset in offsets.items():

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.schema import SetupConfig
 from lockstep.errors import UserError
@@ -42,6 +41,7 @@ from lockstep.parallel.tensor.team_grads import as_a_team
 from lockstep.parallel.whole.alone import refuse_hooks, refuse_sparse, refuse_tables
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import AnyBatchNorm
 
 
 class Look(Protocol):
@@ -123,7 +123,7 @@ def parallelize_built(
         check_compilable(cutting.compile, model, cutting.recompute)
         store_in(model, numerics)
         blocks.extend(find_blocks(model))
-        has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+        has_batch_norm = any(isinstance(layer, AnyBatchNorm) for layer in model.modules())
         if synchronises(layout, cutting) and (
             has_batch_norm or layout.pp > 1
         ):  # a stage may have none, all make groups

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.runtime.torch_private import compiler_cache, compiler_config, compiler_errors
 from lockstep.config.schema import Compile, NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.follow.around import replace_forward
@@ -97,9 +98,10 @@ def allow_variants(functions: int) -> None:
     comes to that point later, would then give other numbers.
     """
     limit = VARIANTS * functions
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, limit)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    config = compiler_config()
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, name, max(getattr(config, name), limit))
+    config.fail_on_recompile_limit_hit = True
 
 
 @contextmanager
@@ -107,15 +109,15 @@ def compiled_calls() -> Iterator[None]:
     """Say in one sentence that torch would have to compile without end."""
     try:
         yield
-    except torch._dynamo.exc.Unsupported as error:
+    except compiler_errors().Unsupported as error:
         raise UserError(
             f"a block whose tensors are cut over ranks has to be compiled in one graph, and torch cannot: "
             f"{str(error).splitlines()[0]}",
             "use compile = off, or a layout without tp and cp",
         ) from error
-    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+    except compiler_errors().FailOnRecompileLimitHit as error:
         raise UserError(
-            f"the model would have to be compiled more than {torch._dynamo.config.recompile_limit} times, because its "
+            f"the model would have to be compiled more than {compiler_config().recompile_limit} times, because its "
             "shapes or values keep changing",
             "give every micro-batch the same shape, or use compile = off",
         ) from error
@@ -123,10 +125,8 @@ def compiled_calls() -> Iterator[None]:
 
 def keep_on_disk(folder: Path) -> None:
     """Let later processes find what this one compiles; a folder the user chose stays."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
-
-    # torch fills the variable in by itself, with a folder that a reboot empties (private in torch 2.11 and 2.13).
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    # torch fills the variable in by itself.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, compiler_cache()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 

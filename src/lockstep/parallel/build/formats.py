@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 # Private in torch 2.11 and 2.13: what torch.func.functional_call does around a call of the module, hooks included.
-from torch.nn.utils.stateless import _reparametrize_module
 
+from lockstep.runtime.torch_private import AnyBatchNorm, AnyNorm, own_buffers, with_tensors
 from lockstep.config.schema import Format, NumericsConfig
 from lockstep.follow.around import Forward, replace_forward
 from lockstep.step.precision import DTYPES, compute_in
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (AnyNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Layers whose kernels take weights in fp32, or in the format of their input, and nothing between."""
 
 
@@ -41,8 +40,8 @@ def store_in(model: nn.Module, numerics: NumericsConfig) -> None:
         return
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and not isinstance(module, _BatchNorm):
-                module._buffers[name] = buffer.to(dtype)
+            if buffer.is_floating_point() and not isinstance(module, AnyBatchNorm):
+                own_buffers(module)[name] = buffer.to(dtype)
 
 
 def accept_rounded(model: nn.Module, param_dtype: Format, device: torch.device) -> None:
@@ -83,7 +82,7 @@ def _cast_in_forward(module: nn.Module, dtype: torch.dtype, wanted: Callable[[st
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if parameter.is_floating_point() and wanted(name):
                     values[name] = rounded.setdefault(parameter, parameter.to(dtype))
-            with _reparametrize_module(module, values):
+            with with_tensors(module, values):
                 return forward(module, *args, **kwargs)
 
         return cast

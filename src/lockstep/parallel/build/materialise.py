@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
+from lockstep.runtime.torch_private import own_buffers
 from lockstep.errors import UserError
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import seed_host, seed_of
@@ -94,7 +95,7 @@ def fill_buffers(built: Built) -> None:
     names = [name for name, _ in built.model.named_buffers()]
     for name, tensor in built.tensors(names):
         owner, _, leaf = name.rpartition(".")
-        built.model.get_submodule(owner)._buffers[leaf] = tensor
+        own_buffers(built.model.get_submodule(owner))[leaf] = tensor
 
 
 def cut_on_meta(model: nn.Module, cut: Callable[[nn.Module], None], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lockstep.runtime.torch_private import own_buffers, own_parameters, without_saving
 from lockstep.errors import UserError
 
 
@@ -13,8 +14,8 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
     first = {id(tensor): name for name, tensor in reversed(named)}
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for leaf, tensor in [*module._parameters.items(), *persistent.items()]:
+        persistent = {k: v for k, v in own_buffers(module).items() if k not in without_saving(module)}
+        for leaf, tensor in [*own_parameters(module).items(), *persistent.items()]:
             if tensor is not None:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = first[id(tensor)]
     return found

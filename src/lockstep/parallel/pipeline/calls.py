@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lockstep.errors import UserError
-from lockstep.follow.around import replace_call
 from lockstep.follow.trees import PLAIN, map_tensors, tensors_of
 from lockstep.follow.values import Rehearsal
 from lockstep.parallel.pipeline.plan_stages import rehearse_parts
@@ -20,6 +18,7 @@ from lockstep.parallel.pipeline.runner import Pipeline
 from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.tensor.cut import whole_of
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import call_of, replace_call, tree_flatten, tree_leaves, tree_map
 
 Start = Callable[[int], AbstractContextManager[Any]]
 """Sets the random stream of a micro-batch, by its number; its forward runs inside what comes back."""
@@ -104,7 +103,7 @@ class PipelinedCalls:
     def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The model is called: in a stage's forward that is the stage's matter, else all stages compute it together."""
         if any(stage.running for stage in self._pipeline.stages):
-            return module._call_impl(*args, **kwargs)
+            return call_of(module)(*args, **kwargs)
         if opaque := [leaf for leaf in tree_leaves((args, kwargs)) if not _is_plain(leaf)]:
             raise UserError(
                 f"the model of a pipeline was given a {type(opaque[0]).__name__}, which every stage would change alone",

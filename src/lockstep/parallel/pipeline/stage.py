@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private in torch 2.11 and 2.13
 
 from lockstep.errors import UserError
-from lockstep.follow.around import Forward, replace_call, replace_forward
+from lockstep.follow.around import Forward, replace_forward
 from lockstep.follow.rehearsal import apart_from, leaked
 from lockstep.follow.trees import map_tensors, tensors_of
 from lockstep.follow.values import Rehearsal, Watch, another_path, fake_like, is_fake
+from lockstep.runtime.torch_private import FakeTensorMode, call_of, replace_call
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OF_MODULES = ("_parameters", "_buffers", "_modules", *HOOKS)
@@ -119,7 +119,7 @@ class Stage(nn.Module):
             watch = self._watch
             if watch is None:
                 args, kwargs = self._as_before(args, kwargs)
-                return module._call_impl(*args, **kwargs)
+                return call_of(module)(*args, **kwargs)
             with watch.paused():
                 if watch.at != number - 1:
                     raise another_path(f"called {self._parts[number]} after {self._parts[watch.at]}")
@@ -127,7 +127,7 @@ class Stage(nn.Module):
                     raise Cut
                 watch.at = number
                 if number < self.first:  # its hooks run, and may keep what the part returns
-                    output = module._call_impl(*args, **kwargs)
+                    output = call_of(module)(*args, **kwargs)
                 else:
                     output = self._compute(watch, number, module, args, kwargs)
                 for tensor in tensors_of(output):
@@ -163,7 +163,7 @@ class Stage(nn.Module):
             self._enter(watch)
         if watch.filled:
             args, kwargs = watch.fill((args, kwargs))
-        output = apart_from(module._call_impl(*args, **kwargs), list(tensors_of((args, kwargs))))
+        output = apart_from(call_of(module)(*args, **kwargs), list(tensors_of((args, kwargs))))
         if any(map(is_fake, tensors_of(output))):
             raise leaked(self._parts[number])
         return output

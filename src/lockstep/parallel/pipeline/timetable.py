@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from lockstep.config.schema import PipelineConfig, Schedule
 from lockstep.errors import UserError, unknown
@@ -202,9 +202,7 @@ def _torch_order(schedule: Schedule, ranks: int, per_rank: int, micro_batches: i
         "dualpipev": schedules.ScheduleDualPipeV,
     }
     stage = SimpleNamespace(num_stages=ranks * per_rank, group_size=ranks, group_rank=0, submod=None)
-    order = classes[schedule](
-        cast(list[schedules._PipelineStageBase], [stage] * per_rank), micro_batches
-    ).pipeline_order
+    order = classes[schedule](cast(Any, [stage] * per_rank), micro_batches).pipeline_order
     return [
         [
             Action(cast(Kind, part.computation_type.value), part.stage_index, cast(int, part.microbatch_index))

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.follow.around import Forward, replace_forward
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import AnyBatchNorm, check_dims
 
 
 class SyncBatchNorms:
@@ -33,7 +33,7 @@ class SyncBatchNorms:
         self._group = comm.data_group()
         self._counts = True
         for layer in model.modules():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, AnyBatchNorm):
                 replace_forward(layer, self._synchronised)
 
     def begin(self) -> None:
@@ -48,10 +48,10 @@ class SyncBatchNorms:
         self._counts = False
 
     def _synchronised(self, alone: Forward) -> Forward:
-        def forward(layer: _BatchNorm, x: torch.Tensor) -> Any:
+        def forward(layer: AnyBatchNorm, x: torch.Tensor) -> Any:
             if not (layer.training and self.is_on and self.is_in_step):
                 return alone(layer, x)
-            layer._check_input_dim(x)
+            check_dims(layer, x)
             out: torch.Tensor
             out, mean, variance = _Normalise.apply(x, layer.weight, layer.bias, layer.eps, self._counts, self._group)
             if layer.track_running_stats:

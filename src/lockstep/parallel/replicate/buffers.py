@@ -19,6 +19,7 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.parallel.whole.shown import Shown
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import own_buffers, version_of
 
 
 class ForwardBuffers:
@@ -30,7 +31,7 @@ class ForwardBuffers:
             (names[id(buffer)], module, leaf, buffer)
             for model in models
             for module in model.modules()
-            for leaf, buffer in module._buffers.items()
+            for leaf, buffer in own_buffers(module).items()
             if buffer is not None and id(buffer) in names
         ]
         self._named = dict(named)
@@ -54,7 +55,7 @@ class ForwardBuffers:
         self.take_in()
         self._made = {}
         self._before = {name: self._named[name].clone() for name in self._once}
-        self._versions = {name: self._named[name]._version for name in self._once}
+        self._versions = {name: version_of(self._named[name]) for name in self._once}
         self._untouched = dict(self._versions)
 
     @contextmanager
@@ -63,9 +64,9 @@ class ForwardBuffers:
         self._check()
         with torch.no_grad():
             for name, before in self._before.items():
-                if self._named[name]._version != self._untouched[name]:
+                if version_of(self._named[name]) != self._untouched[name]:
                     self._named[name].copy_(before)
-                    self._untouched[name] = self._named[name]._version
+                    self._untouched[name] = version_of(self._named[name])
         try:
             yield
         except BaseException:
@@ -75,18 +76,18 @@ class ForwardBuffers:
         for name, module, leaf, first, now in self._assigned():
             if name in self._before:
                 assigned[name] = now
-                module._buffers[leaf] = first
+                own_buffers(module)[leaf] = first
             else:
-                module._buffers[leaf] = now.detach()  # the next forward goes on with the value
+                own_buffers(module)[leaf] = now.detach()  # the next forward goes on with the value
         for name in self._before:
-            self._versions[name] = self._named[name]._version
+            self._versions[name] = version_of(self._named[name])
             if name in assigned or self._versions[name] != self._untouched[name] or name not in self._made:
                 self._made[name] = assigned.get(name, self._named[name]).detach().clone()
 
     def _assigned(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, torch.Tensor]]:
         """Where another tensor stands than at first: name, module, its name there, the first and the other tensor."""
         for name, module, leaf, first in self._homes:
-            now = dict.get(module._buffers, leaf)  # as it is stored, also where the model shows something else
+            now = dict.get(own_buffers(module), leaf)  # as it is stored, also where the model shows something else
             if now is not first and now is not None and now.shape == first.shape and now.dtype == first.dtype:
                 yield name, module, leaf, first, now
 
@@ -101,13 +102,13 @@ class ForwardBuffers:
 
     def _put_first_back(self) -> None:
         for _, module, leaf, first, _ in self._assigned():
-            module._buffers[leaf] = first
+            own_buffers(module)[leaf] = first
 
     def _check(self) -> None:
         """Nobody but a forward has changed what changes once a step."""
         again = {name for name, *_ in self._assigned()} if self._versions else set()
         for name, version in self._versions.items():
-            if name in again or self._named[name]._version != version:
+            if name in again or version_of(self._named[name]) != version:
                 raise UserError(
                     f"the buffer {name} changes once more when a forward is computed again in the backward pass",
                     "do without recompute (gradient checkpointing) around what changes it",

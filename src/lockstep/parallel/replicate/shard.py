@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lockstep.config.schema import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
@@ -23,6 +22,14 @@ from lockstep.parallel.build.formats import dtype_of, sum_dtype
 from lockstep.parallel.replicate.buckets import GradientBuckets
 from lockstep.parallel.whole.alone import refuse_sparse
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import (
+    is_view,
+    prepare_reduce_scatter,
+    reduce_scatter_now,
+    replaced,
+    tree_leaves,
+    version_of,
+)
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """torch 2.13 can let all ranks reduce the same parameters. Before (2.11) each reduced the gradients it had, and where
@@ -184,7 +191,6 @@ def weights_read_by_their_modules() -> Iterator[None]:
 
     Nor is it there any more when a gradient inside of the loss is derived once more.
     """
-    grad = torch.autograd.grad
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise UserError(
@@ -192,15 +198,13 @@ def weights_read_by_their_modules() -> Iterator[None]:
             "use shard.level = zero1, which keeps them whole, or a dp layout",
         )
 
-    torch.autograd.grad = refuse
     try:
-        yield
+        with replaced(torch.autograd, "grad", refuse):
+            yield
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise read_elsewhere() from error
-    finally:
-        torch.autograd.grad = grad
 
 
 class ShardedGradients:
@@ -269,7 +273,7 @@ class ShardedGradients:
         backward pass would skip the unit without a word.
         """
         self._comm.beat.gathered.append(END_OF_FORWARD)
-        changed = any(tensor._version != version for tensor, version in self._views)
+        changed = any(version_of(tensor) != version for tensor, version in self._views)
         self._views.clear()
         if changed:
             raise UserError(
@@ -283,19 +287,12 @@ class ShardedGradients:
         if last:
             self._model.set_requires_gradient_sync(True)
             for unit in self._units:
-                _prepare_sum(unit, self._numerics)
+                prepare_reduce_scatter(unit, lambda stored: sum_dtype(stored, self._numerics.reduce_dtype))
 
     def reduce(self) -> None:
-        """Reduce what has accumulated now, after the backward passes of a pipeline: none of them is everybody's last.
-
-        As torch's own pipeline does it (private in torch 2.11 and 2.13).
-        """
+        """Reduce what has accumulated now, after the backward passes of a pipeline: none is everybody's last."""
         self.before_backward(True)
-        for unit in self._units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group.post_backward()
-        self._model._get_fsdp_state()._root_post_backward_final_callback()
+        reduce_scatter_now(self._model, self._units)
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
@@ -335,8 +332,8 @@ class ShardedGradients:
 
     def _remember_views(self, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor._is_view():
-                self._views.append((tensor, tensor._version))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and is_view(tensor):
+                self._views.append((tensor, version_of(tensor)))
 
     def _watch(self) -> None:
         """Note which gathered parameters autograd reaches; they exist from the first gathering on."""
@@ -355,24 +352,3 @@ class ShardedGradients:
             unit.reshard()
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _prepare_sum(unit: FSDPModule, numerics: NumericsConfig) -> None:
-    """Let the gradients of a unit travel in `numerics.reduce_dtype`, after they were accumulated in fp32.
-
-    torch's own policy has one format for both, so that micro-batches would add up in half precision. And where it has
-    accumulated in another format than it computes in, it cannot take a parameter along that had no gradient before the
-    last micro-batch. All of this is private in torch 2.11 and 2.13, and settled in the first forward.
-    """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is not None and group._reduce_dtype is None:  # nothing to train, at least when this was settled
-        group._init_mp_dtypes()
-    if group is None or group._reduce_dtype is None:
-        return
-    group._reduce_dtype = sum_dtype(group._reduce_dtype, numerics.reduce_dtype)
-    trained = [part for part in group.fsdp_params if part.sharded_param.requires_grad]
-    if any(part.unsharded_accumulated_grad is not None for part in trained):
-        for part in trained:
-            if part.unsharded_accumulated_grad is None:
-                whole = part._unsharded_param
-                part.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=part.reduce_dtype, device=whole.device)

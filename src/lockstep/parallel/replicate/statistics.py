@@ -14,13 +14,12 @@ from typing import TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lockstep.data.order import Order
 from lockstep.errors import UserError
 from lockstep.parallel.replicate.batchnorm import SyncBatchNorms
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.torch_private import AnyBatchNorm, AnyInstanceNorm, version_of
 from lockstep.text.units import how_many
 
 
@@ -41,7 +40,7 @@ class RunningStatistics:
         self._ranks = comm.data_size
         self._group = group
         self._sync = sync
-        self._all_layers: list[_BatchNorm] = []
+        self._all_layers: list[AnyBatchNorm] = []
         self._others: dict[str, tuple[nn.Module, str]] = {}
         self._others_before: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._before = torch.empty(0)
@@ -60,7 +59,7 @@ class RunningStatistics:
         }
 
     @property
-    def _layers(self) -> list[_BatchNorm]:
+    def _layers(self) -> list[AnyBatchNorm]:
         """The layers whose statistics are put together here."""
         return [] if self.is_synchronised else self._all_layers
 
@@ -130,7 +129,7 @@ class RunningStatistics:
         """Whether nobody has touched a buffer since it was seen."""
         now = self._other(name)
         _, buffer, version = self._others_before.get(name, (None, None, -1))
-        return now is buffer and now._version == version
+        return now is buffer and version_of(now) == version
 
     def _other(self, name: str) -> torch.Tensor:
         module, leaf = self._others[name]
@@ -180,12 +179,12 @@ def changed_by_each(name: str) -> UserError:
 
 def _seen(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """A copy of a buffer, and what tells whether it was touched since."""
-    return buffer.clone(), buffer, buffer._version
+    return buffer.clone(), buffer, version_of(buffer)
 
 
 def batch_norm_line(model: nn.Module, how: str, order: Order, given: bool) -> str | None:
     """What the BatchNorm layers of a model normalise over, for people; None where nothing is normalised."""
-    if not any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules()):
+    if not any(isinstance(layer, AnyBatchNorm) and layer.training for layer in model.modules()):
         return None
     if how == "sync":
         across = f"{how_many(order.data_size, 'rank')} x {how_many(order.micro_batch, 'sample')}"
@@ -196,18 +195,18 @@ def batch_norm_line(model: nn.Module, how: str, order: Order, given: bool) -> st
     return f"BatchNorm normalises over the {samples} of a logical micro-batch: the same numbers on any layout"
 
 
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def batch_norms(module: nn.Module) -> list[AnyBatchNorm]:
     """The layers below a module that keep running statistics."""
     return [layer for layer in module.modules() if keeps_statistics(layer)]
 
 
-def keeps_statistics(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+def keeps_statistics(layer: nn.Module) -> TypeGuard[AnyBatchNorm]:
     """Whether a layer is a BatchNorm with running statistics."""
-    return isinstance(layer, _BatchNorm) and layer.track_running_stats
+    return isinstance(layer, AnyBatchNorm) and layer.track_running_stats
 
 
 @contextmanager
-def not_counting(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+def not_counting(layers: Sequence[AnyBatchNorm]) -> Iterator[None]:
     """A forward that normalises as usual and leaves the running statistics alone.
 
     By a momentum of 0, not by switching the tracking off: a recomputed forward has to save the same tensors again.
@@ -233,9 +232,9 @@ def _refuse_unknown_statistics(name: str, module: nn.Module) -> None:
             'use BatchNorm, which sees the same logical micro-batches on any layout, or with batch_norm = "sync" those '
             "of all ranks",
         )
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+    if isinstance(module, AnyInstanceNorm) and module.track_running_stats:
         raise UserError(f"{name} keeps running statistics per rank", "build it with track_running_stats=False")
-    if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
+    if isinstance(module, AnyBatchNorm) and module.track_running_stats and module.momentum is None:
         raise UserError(
             f"{name} averages over batches in the order a rank sees them", "give it a momentum, such as 0.1"
         )

@@ -18,6 +18,7 @@ from lockstep.parallel.replicate.buckets import GradientBuckets, fill_buckets
 from lockstep.parallel.replicate.shard import data_mesh, refuse_unshardable
 from lockstep.runtime.comm import Comm, gather_into
 from lockstep.runtime.dtensors import of_part
+from lockstep.runtime.torch_private import foreach_copy
 
 
 class ShardedOptimizer(GradientBuckets):
@@ -93,7 +94,7 @@ class _Rows:
         """Make the parameters whole again."""
         size = sum(self._padded)
         mine = self._whole[0].new_empty(size)
-        torch._foreach_copy_(
+        foreach_copy(
             [slot[: own.numel()] for slot, own in zip(mine.split(self._padded), self._own, strict=True)], self._own
         )
         everybody = mine.new_empty(self._shards.size(), size)
@@ -104,7 +105,7 @@ class _Rows:
             full, rest = divmod(whole.numel(), table.shape[1])
             targets += [whole[: full * table.shape[1]].view(full, -1), whole[whole.numel() - rest :]]
             sources += [table[:full], table[min(full, len(table) - 1), :rest]]
-        torch._foreach_copy_(targets, sources)
+        foreach_copy(targets, sources)
 
 
 def chunk_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

@@ -18,12 +18,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as collectives  # private in torch 2.11 and 2.13
 from torch.overrides import TorchFunctionMode
 
 from lockstep.follow.values import is_fake
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import gather_into, scatter_sums_into
+from lockstep.runtime.torch_private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    functional,
+    group_by_name,
+)
 
 Parts = tuple[int, ...]
 
@@ -98,7 +103,7 @@ class Cut(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from lockstep.parallel.tensor.rules import answer  # which makes tensors of this class
 
-        with torch._C.DisableTorchFunctionSubclass():  # inside, a Cut is its own part
+        with DisableTorchFunctionSubclass():  # inside, a Cut is its own part
             return answer(func, args, kwargs or {})
 
     # These are Python functions of torch's class, which torch.compile cannot hand over to the one above.
@@ -115,7 +120,7 @@ class Cut(torch.Tensor):
         return type(self).__torch_function__(func, (type(self),), (self, *args))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return mark(self.detach().clone(), self.along)
 
 
@@ -150,7 +155,7 @@ def mark(part: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
     """This rank's part as a tensor of the whole shape; a plain tensor if it is not cut."""
     if not along:
         return plain(part)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         cut: Any = part.view_as(part) if is_fake(part) else part.as_subclass(Cut)
     cut.along = tuple(along)
     return cut  # type: ignore[no-any-return]
@@ -160,7 +165,7 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, as a plain one."""
     if not along_of(value):
         return value
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return (
             value.view_as(value) if torch.compiler.is_compiling() or is_fake(value) else value.as_subclass(torch.Tensor)
         )
@@ -344,7 +349,7 @@ def all_reduce(part: torch.Tensor, how: str, axis: Axis) -> torch.Tensor:
     """A reduction over the ranks of an axis, without a derivative."""
     # Contiguous: gloo touches the wrong elements of any other tensor.
     if torch.compiler.is_compiling():
-        total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(part.contiguous(), how, axis.group))
+        total: torch.Tensor = functional.wait_tensor(functional.all_reduce(part.contiguous(), how, axis.group))
         return total
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=_group(axis))
@@ -356,7 +361,7 @@ def reduce_scatter(part: torch.Tensor, along: Along) -> torch.Tensor:
     axis = along.axis
     parts = torch.stack([_padded(take(part, along, rank), along) for rank in range(axis.size)])
     if torch.compiler.is_compiling():
-        mine = collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
+        mine = functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, axis.group)).squeeze(0)
     else:
         mine = torch.empty_like(parts[0])
         scatter_sums_into(mine.view(-1), parts.view(-1), group=_group(axis))
@@ -370,7 +375,7 @@ def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:
     if part.dtype == torch.bool:  # which gloo does not know
         return all_gather(sent.view(torch.uint8), axis).view(torch.bool)
     if torch.compiler.is_compiling():
-        stacked: torch.Tensor = collectives.wait_tensor(collectives.all_gather_tensor(sent.flatten(), 0, axis.group))
+        stacked: torch.Tensor = functional.wait_tensor(functional.all_gather_tensor(sent.flatten(), 0, axis.group))
     else:
         stacked = sent.new_empty(axis.size * sent.numel())
         gather_into(stacked, sent.view(-1), group=_group(axis))
@@ -378,8 +383,7 @@ def all_gather(part: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    """The group of an axis by its name, by which compiled code knows it (private in torch 2.11 and 2.13)."""
-    return dist.distributed_c10d._resolve_process_group(axis.group)
+    return group_by_name(axis.group)
 
 
 def _joined(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

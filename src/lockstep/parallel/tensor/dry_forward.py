@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch import apis as functorch  # private in torch 2.11 and 2.13
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
@@ -19,6 +18,7 @@ from lockstep.follow.unread import Look, read, reads_nothing
 from lockstep.follow.values import line_of, user_line
 from lockstep.parallel.tensor.cut import CannotCutError, along_of, cuts_in
 from lockstep.parallel.tensor.rules.operands import cannot
+from lockstep.runtime.torch_private import function_of, vmap_seen
 
 LOOKED_AT = "and how to cut a model is found out without data"
 """Why a value cannot be read while a forward is tried out."""
@@ -71,29 +71,21 @@ def no_own_gradients(axis: str) -> Iterator[None]:
             "use a dp layout for this model, or fsdp with shard.level = zero1",
         )
 
-    functions: Any = functorch
-    vmap = functions.vmap_impl
-
-    def checked_vmap(*args: Any, **kwargs: Any) -> Any:
+    def check_vmap(*args: Any, **kwargs: Any) -> None:
         if any(map(along_of, tensors_of((args, kwargs)))):
             raise UserError(
                 f"{user_line()} gives torch.vmap a cut tensor, which looks like a whole one inside",
                 f"write the dim out (broadcasting, einsum), or use a layout without {axis}",
             )
-        return vmap(*args, **kwargs)
 
-    functions.vmap_impl = checked_vmap
-    try:
-        with _Refusing(refuse):
-            yield
-    finally:
-        functions.vmap_impl = vmap
+    with vmap_seen(check_vmap), _Refusing(refuse):
+        yield
 
 
 def refuse_reentrant(result: Any, axis: str) -> None:
     """Refuse reentrant checkpoints in what leads to a loss."""
     for node in nodes_of(list(tensors_of(result))):
-        if getattr(node, "_forward_cls", torch.autograd.Function).__module__ == "torch.utils.checkpoint":
+        if getattr(function_of(node), "__module__", "") == "torch.utils.checkpoint":
             raise UserError(
                 f"the model recomputes with a reentrant checkpoint, which does not go with {axis}",
                 "give torch.utils.checkpoint use_reentrant=False, or leave it out and give run.setup recompute=True",

@@ -32,6 +32,7 @@ from lockstep.parallel.tensor.cut import (
     whole_along,
 )
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.torch_private import own_parameters
 
 Kind = Literal["column", "row", "vocabulary", "heads"]
 
@@ -53,7 +54,7 @@ class Slice(NamedTuple):
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix and nothing else; one that is computed from other parameters is not."""
     plain_matrix = type(module).forward is nn.Linear.forward or _is_conv1d(module)
-    return plain_matrix and module._parameters.get("weight") is not None
+    return plain_matrix and own_parameters(module).get("weight") is not None
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -102,14 +103,14 @@ def cut_modules(model: nn.Module, roles: dict[str, Role], axis: Axis) -> dict[st
         for inner, one in slices(module, role).items():
             owner, _, leaf = f"{name}.{inner}".rpartition(".")
             holder = model.get_submodule(owner)
-            parameter = holder._parameters[leaf]
+            parameter = own_parameters(holder)[leaf]
             assert parameter is not None
             if id(parameter) not in cut:  # else a tied one, which is cut already
                 kept = own_part(parameter, one, axis)
                 by_parameter[id(parameter)] = kept
                 cut[id(kept)] = one
                 cut[id(parameter)] = one
-            holder._parameters[leaf] = by_parameter.get(id(parameter), parameter)
+            own_parameters(holder)[leaf] = by_parameter.get(id(parameter), parameter)
         replace_forward(module, partial(_forward_of, role, axis))
     return {name: cut[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in cut}
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.follow.around import replace_call
 from lockstep.follow.blocks import find_blocks
 from lockstep.follow.trees import tensors_of
 from lockstep.follow.values import is_fake, tensors_in, user_line
@@ -38,6 +37,7 @@ from lockstep.parallel.tensor.modules import (
     unfit_for_heads,
 )
 from lockstep.runtime.axis import Axis
+from lockstep.runtime.torch_private import call_of, replace_call
 
 SAID = "tensor.roles says so"
 
@@ -355,10 +355,10 @@ class _Finder:
         if isinstance(module, nn.Embedding):
             if _counts(args[0] if args else kwargs["input"]):
                 self._whole.setdefault(name, "a table of positions")
-            return module._call_impl(*args, **kwargs)
+            return call_of(module)(*args, **kwargs)
         if isinstance(module, nn.MultiheadAttention):
             if name in self._whole:
-                return module._call_impl(*args, **kwargs)
+                return call_of(module)(*args, **kwargs)
             trial.must_divide(name, module.num_heads, "heads")
             self._set(trial, name, Role("heads", (module.embed_dim,)))
             return heads(module, axis, (module.embed_dim,), *args, **kwargs)
@@ -381,13 +381,13 @@ class _Finder:
             self._set(trial, name, Role("row", cut.parts), cut)
             return row(module, axis, cut.parts, value)
         if cut is not None and cut.origins:
-            return module._call_impl(*args, **kwargs)
+            return call_of(module)(*args, **kwargs)
         if self._stated.get(name, self._hints.get(name)) == "row" and name not in self._whole:
             self._set(trial, name, Role("row", (features(module)[0],)))
             trial.must_divide(name, features(module)[0], "features")
             return row(module, axis, (features(module)[0],), value)
         if name in self._whole:
-            return module._call_impl(*args, **kwargs)
+            return call_of(module)(*args, **kwargs)
         parts = self._parts.get(name, (features(module)[1],))
         self._set(trial, name, Role("column", parts))
         for part in set(parts):

@@ -23,6 +23,7 @@ from lockstep.parallel.tensor.modules import Slice
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import like, local_part, of_part
+from lockstep.runtime.torch_private import foreach_copy, replace_local_part
 from lockstep.step.grads import local_gradients
 
 
@@ -83,8 +84,8 @@ class TeamGradients:
                 given.grad = None
             elif given.grad is None:
                 given.grad = like(given.data, local_part(stored.grad))
-            else:  # a new DTensor for each of many parameters takes a while (private in torch 2.11 and 2.13)
-                given.grad._local_tensor = local_part(stored.grad)  # type: ignore[attr-defined]
+            else:
+                replace_local_part(given.grad, local_part(stored.grad))
 
     def updated(self) -> None:
         """The optimizer has changed what it was given, which is what is stored."""
@@ -159,4 +160,4 @@ def _add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in alike])
         dist.all_reduce(flat, group=group)
         pieces = flat.split([gradient.numel() for gradient in alike])
-        torch._foreach_copy_(alike, [piece.view_as(one) for piece, one in zip(pieces, alike, strict=True)])
+        foreach_copy(alike, [piece.view_as(one) for piece, one in zip(pieces, alike, strict=True)])

@@ -23,6 +23,7 @@ from lockstep.errors import UserError
 from lockstep.follow.functions import not_linear
 from lockstep.follow.values import is_library, user_line
 from lockstep.layout import Layout
+from lockstep.runtime.torch_private import backward_hooks, gradient_hooks
 
 REGISTERING: list[tuple[Any, str]] = [
     (torch.Tensor, "register_hook"),
@@ -62,11 +63,10 @@ def hook_of(model: nn.Module) -> str | None:
 
 def _first_hook(parameters: Iterable[tuple[str, nn.Parameter]], modules: Iterable[tuple[str, nn.Module]]) -> str | None:
     for name, parameter in parameters:
-        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if any(map(_is_users, hooks)):
+        if any(map(_is_users, gradient_hooks(parameter))):
             return f"the parameter {name} has a hook on its gradient"
     for name, module in modules:
-        if _is_users(module._backward_hooks) or _is_users(module._backward_pre_hooks):
+        if any(map(_is_users, backward_hooks(module))):
             return f"{name or 'the model'} has a backward hook"
     return None
 

@@ -18,14 +18,28 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import UserError
-from lockstep.follow.around import Forward, replace_call, replace_forward
+from lockstep.follow.around import Forward, replace_forward
 from lockstep.follow.trees import PLAIN, map_tensors, tensors_of
 from lockstep.parallel.pipeline.stage import copy_of
 from lockstep.parallel.tensor.cut import along_of, whole_of
 from lockstep.parallel.whole.alone import hook_refused
+from lockstep.runtime.torch_private import (
+    after_state_dict,
+    call_of,
+    hooks_after_loading,
+    make_wrapper_subclass,
+    mark_as_parameter,
+    own_buffers,
+    own_parameters,
+    plain_torch_function,
+    replace_call,
+    replace_own_tensors,
+    replaced_call,
+    schema_of,
+    tree_map_only,
+)
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,12 +64,12 @@ class Shown(torch.Tensor):
     source: Source
     views: tuple[Change, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, source: Source, like: torch.Tensor, views: tuple[Change, ...] = ()) -> Shown:
         """A view of a source's tensor that looks `like` another tensor."""
-        shown: Shown = torch.Tensor._make_wrapper_subclass(  # private in torch 2.11 and 2.13
+        shown: Shown = make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
@@ -66,7 +80,7 @@ class Shown(torch.Tensor):
         )
         shown.source, shown.views = source, views
         if not views and isinstance(source.held, nn.Parameter):
-            shown._is_param = True  # by which isinstance(..., nn.Parameter) asks
+            mark_as_parameter(shown)
         return shown
 
     def register_hook(self, hook: Any) -> Any:  # noqa: ARG002 - no gradient ever comes here
@@ -206,13 +220,13 @@ class Showing:
             trains = source.held.requires_grad
             shown[id(source.held)] = Shown(source, like.requires_grad_() if trains else like)
         for module in model.modules():
-            named = {**module._parameters, **module._buffers}
+            named = {**own_parameters(module), **own_buffers(module)}
             own = {name: shown[id(one)] for name, one in named.items() if id(one) in shown}
             if own:
-                vars(module)["_parameters"] = _Dict(module._parameters, own, self)
-                vars(module)["_buffers"] = _Dict(module._buffers, own, self)
-                module._register_state_dict_hook(_make_plain)
-                hooks = module._load_state_dict_post_hooks  # of fully_shard, which looks at its shards
+                parameters, buffers = own_parameters(module), own_buffers(module)
+                replace_own_tensors(module, _Dict(parameters, own, self), _Dict(buffers, own, self))
+                after_state_dict(module, _make_plain)
+                hooks = hooks_after_loading(module)
                 hooks.update({key: self._hiding(hook) for key, hook in hooks.items()})
             if any(one.source.name in slices for one in own.values()):
                 replace_forward(module, self._plain_between_steps)
@@ -223,7 +237,7 @@ class Showing:
         """What a module with a forward made for parts does: between steps what its class does, with whole tensors."""
 
         def either(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            shows = not self.is_hidden and any(isinstance(one, Shown) for one in module._parameters.values())
+            shows = not self.is_hidden and any(isinstance(one, Shown) for one in own_parameters(module).values())
             return (type(module).forward if shows else forward)(module, *args, **kwargs)
 
         return either
@@ -236,10 +250,10 @@ class Showing:
         return hidden
 
     def _calling(self, model: nn.Module) -> Callable[..., Any]:
-        before = model._compiled_call_impl
+        before = replaced_call(model)
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = before or module._call_impl
+            call = before or call_of(module)
             if self.is_hidden:
                 return call(*args, **kwargs)
             with self.hidden():
@@ -331,8 +345,8 @@ def _one_of(function: Callable[[torch.Tensor], Any], number: int, whole: torch.T
 def _changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shown]:
     """The shown tensors among the arguments that a function writes to."""
     found: list[Shown] = []
-    if func._schema.is_mutable:
-        for number, argument in enumerate(func._schema.arguments):
+    if schema_of(func).is_mutable:
+        for number, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[number] if number < len(args) else kwargs.get(argument.name)
                 found += [

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.runtime.torch_private import own_modules, own_parameters
 
 
 class Trainable:
@@ -23,7 +24,7 @@ class Trainable:
         self._is_pipeline = is_pipeline
         self._given = [(name, parameter, [parameter.requires_grad]) for name, parameter in trained]
         self._members = [
-            (name, module, dict(module._modules), dict(module._parameters))
+            (name, module, dict(own_modules(module)), dict(own_parameters(module)))
             for model in models
             for name, module in model.named_modules()
         ]
@@ -45,8 +46,8 @@ class Trainable:
     def check(self) -> None:
         """Refuse what has changed so that gradients would be lost; only shards are held when this is called."""
         for owner, module, modules, parameters in self._members:
-            _refuse_changed(owner, module._modules, modules)
-            _refuse_changed(owner, module._parameters, parameters)
+            _refuse_changed(owner, own_modules(module), modules)
+            _refuse_changed(owner, own_parameters(module), parameters)
         self._follow_optimizer()
         for name, (parameter, trained) in self._at_first.items():
             if parameter.requires_grad == trained:

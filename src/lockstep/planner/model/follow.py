@@ -16,11 +16,10 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.follow.blocks import find_blocks
 from lockstep.planner.model.parts import Attention, Cut, Matmul, Model, Part
+from lockstep.runtime.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 NO_KERNEL = ("_unsafe_view", "empty", "new_empty", "detach", "lift", "_to_copy_view", "alias")
 """Operations that start nothing on a device, besides views."""
@@ -105,7 +104,7 @@ class Watch(TorchDispatchMode):
         return part.last_cut
 
     def _count_cut(self, part: Seen, args: Sequence[Any], product: Matmul) -> None:
-        weight = args[-1].untyped_storage()._cdata
+        weight = storage_key(args[-1].untyped_storage())
         if weight in self.weights:
             self.weights.remove(weight)
             bias = args[0].numel() if len(args) == 3 and product.cut == "columns" else 0
@@ -114,8 +113,8 @@ class Watch(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> Tensor:
         """Count what the backward will need, each storage once."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.storages:
-            self.storages[storage._cdata] = storage
+        if storage_key(storage) not in self.storages:
+            self.storages[storage_key(storage)] = storage
             part = self.seen[self.at]
             if tensor.is_floating_point():
                 elements = storage.nbytes() / tensor.itemsize
@@ -132,10 +131,10 @@ def follow(name: str, model: nn.Module, forward: Callable[[], Any], batch: int, 
     """The parts of a model from one forward (with its loss) of a batch on tensors without data."""
     blocks = find_blocks(model)
     seen = [Seen("before"), *(Seen(block) for block, _ in blocks), Seen("after")] if blocks else [Seen("model")]
-    watch = Watch(seen, {parameter.untyped_storage()._cdata for parameter in model.parameters()})
+    watch = Watch(seen, {storage_key(parameter.untyped_storage()) for parameter in model.parameters()})
     for tensor in (*model.parameters(), *model.buffers()):
         storage = tensor.untyped_storage()
-        watch.storages[storage._cdata] = storage
+        watch.storages[storage_key(storage)] = storage
     counted = _count_blocks([block for _, block in blocks], watch.seen)
     handles = [*_follow_blocks([block for _, block in blocks], watch), *_count_others(model, counted, watch)]
     try:
@@ -157,7 +156,7 @@ def _cut_table(model: nn.Module, watch: Watch) -> None:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables:
         largest = max(tables, key=lambda table: table.numel())
-        tied = largest.untyped_storage()._cdata not in watch.weights
+        tied = storage_key(largest.untyped_storage()) not in watch.weights
         if tied:
             watch.seen[-1].cut_parameters -= largest.numel()
         watch.seen[0].cut_parameters += largest.numel()

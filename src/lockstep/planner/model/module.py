@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config import catalog
 from lockstep.config.schema import Config
@@ -24,6 +23,7 @@ from lockstep.errors import UserError, nearest
 from lockstep.planner.model.follow import follow
 from lockstep.planner.model.parts import Model
 from lockstep.recipes import resnet, toy, vision, wikitext
+from lockstep.runtime.torch_private import FakeTensorMode, own_buffers, own_parameters
 
 TOKENS = 1024
 IMAGE = 224
@@ -160,10 +160,10 @@ def _drop_data(model: nn.Module) -> None:
         return new[id(tensor)]
 
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in (own_parameters(module), own_buffers(module)):
             for name, tensor in table.items():
                 if tensor is not None:
-                    table[name] = anew(tensor)  # type: ignore[assignment]
+                    table[name] = anew(tensor)
 
 
 def guess_inputs(name: str, model: nn.Module, sequence: int | None) -> Sample:

@@ -17,13 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # private in torch 2.11, 2.13
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; private too
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from lockstep.config.schema import Format, NumericsConfig, SetupConfig, ShardConfig, TensorConfig
@@ -41,6 +37,15 @@ from lockstep.runtime.comm import Comm, build_mesh
 from lockstep.runtime.dtensors import local_part
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.rank_env import Place
+from lockstep.runtime.torch_private import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    fake_store,
+    gathered_parameters,
+    run_backward,
+    tree_leaves,
+    tree_map_only,
+)
 from lockstep.step.attention import attend_with
 from lockstep.step.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.step.optim import use_fused_kernels
@@ -100,7 +105,7 @@ class AbsentWorld(Comm):
         self._data_control = self._control = self._store = self._given_store = None
         if size == 1:
             return
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
         self.mesh = build_mesh(layout, "cpu", self._timeout)
         if layout.tp > 1:
             self.tensor_mesh = build_mesh(layout, "cpu", self._timeout, ("pp", "cp", "dp", "tp", "fsdp"))
@@ -245,8 +250,8 @@ def _step(
             gradients.before_backward(number == micro_batches - 1)
             watch.moment = "backward"
             loss = loss * 1.0
-            # loss.backward() does this outside of the modes (private in torch 2.11 and 2.13).
-            _engine_run_backward(
+            # loss.backward() does this outside of the modes.
+            run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
             del loss
@@ -274,9 +279,8 @@ def _mark_gradients(model: nn.Module, watch: Watch) -> None:
             parameter.register_post_accumulate_grad_hook(arrived)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            group = unit._get_fsdp_state()._fsdp_param_group  # private in torch 2.11 and 2.13
-            for part in group.fsdp_params if group is not None else ():
-                part._unsharded_param.register_post_accumulate_grad_hook(arrived)
+            for gathered in gathered_parameters(unit):
+                gathered.register_post_accumulate_grad_hook(arrived)
 
 
 def _zeros(model: nn.Module, names: Collection[str] | None) -> Tensors:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lockstep.runtime.torch_private import TorchDispatchMode, name_of, tree_leaves, type_of
 
 
 class Watch(TorchDispatchMode):
@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         axis = "fsdp"
         if func.namespace == "c10d":
-            kind = func._opname.strip("_").removesuffix("_")
+            kind = name_of(func).strip("_").removesuffix("_")
             axis = self._axis_of(args)
             largest = max((one.untyped_storage().nbytes() for one in tensors), default=0)
             noted = self.collectives[kind, axis]
@@ -95,12 +95,12 @@ class Watch(TorchDispatchMode):
         for number, tensor in enumerate(tensors):
             known = self._alive.get(id(tensor.untyped_storage()))
             if known is not None and known[1] == "activations":
-                scattered = func.namespace == "c10d" and "reduce_scatter" in func._opname and number == 0
+                scattered = func.namespace == "c10d" and "reduce_scatter" in name_of(func) and number == 0
                 self.see(tensor, "gradients" if scattered else "communication")
 
     def _axis_of(self, args: Any) -> str:
         for one in args:
-            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
+            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in type_of(one):
                 return self._axes.get(dist.ProcessGroup.unbox(one).group_name, "data")
         return "data"
 

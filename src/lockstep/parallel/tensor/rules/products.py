@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from lockstep.parallel.tensor.cut import (
     Along,
@@ -24,6 +23,7 @@ from lockstep.parallel.tensor.cut import (
 from lockstep.parallel.tensor.rules.numbers import along_dim, dropout, pointwise
 from lockstep.parallel.tensor.rules.operands import applied, arguments, cannot, cut_like, taken
 from lockstep.parallel.tensor.rules.shapes import repeat_interleave, swap_dims
+from lockstep.runtime.torch_private import causal_lower_right_attention
 
 
 def contract(
@@ -188,10 +188,7 @@ def _causal_rows(
         if end == length:
             found.append(func(rows, keys, values, is_causal=True, **options))
         elif query.is_cuda and not options["enable_gqa"]:
-            # The kernels for a triangle at the right end, which a mask would keep from being used (private in torch
-            # 2.11 and 2.13: its public way is a class that is switched off in here).
-            bias = causal_lower_right(length, end)
-            found.append(CausalBias._dispatch(rows, keys, values, bias, scale=options["scale"]))
+            found.append(causal_lower_right_attention(rows, keys, values, options["scale"]))
         else:
             mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
             found.append(func(rows, keys, values, attn_mask=mask, **options))
