@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.runtime.torch_private import compiler_cache, compiler_config, compiler_errors
 from lockstep.config.schema import Compile, NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.follow.around import replace_forward
@@ -21,6 +20,7 @@ from lockstep.follow.blocks import find_blocks
 from lockstep.layout import Layout
 from lockstep.parallel.replicate.statistics import batch_norms
 from lockstep.parallel.tensor.cut import apart, marked_again
+from lockstep.runtime.torch_private import compiler_cache, compiler_config, compiler_errors
 
 VARIANTS = 16
 """Of one function: training and scoring, whole and ragged batches, with and without running statistics."""

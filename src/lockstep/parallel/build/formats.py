@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private in torch 2.11 and 2.13: what torch.func.functional_call does around a call of the module, hooks included.
-
-from lockstep.runtime.torch_private import AnyBatchNorm, AnyNorm, own_buffers, with_tensors
 from lockstep.config.schema import Format, NumericsConfig
 from lockstep.follow.around import Forward, replace_forward
+
+# Private in torch 2.11 and 2.13: what torch.func.functional_call does around a call of the module, hooks included.
+from lockstep.runtime.torch_private import AnyBatchNorm, AnyNorm, own_buffers, with_tensors
 from lockstep.step.precision import DTYPES, compute_in
 
 NORMS = (AnyNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

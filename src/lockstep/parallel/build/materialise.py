@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.runtime.torch_private import own_buffers
 from lockstep.errors import UserError
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.seeds import seed_host, seed_of
+from lockstep.runtime.torch_private import own_buffers
 
 BUILD_EVERYWHERE_BYTES = 1 << 30
 """Up to this size every rank builds the model itself; above it rank 0 does and sends the tensors."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.runtime.torch_private import own_buffers, own_parameters, without_saving
 from lockstep.errors import UserError
+from lockstep.runtime.torch_private import own_buffers, own_parameters, without_saving
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:
