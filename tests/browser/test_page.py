@@ -143,7 +143,7 @@ def test_it_prints_light_whole_and_without_what_only_a_screen_needs(open_page: O
     tab.pdf(path=tmp_path / "page.pdf", format="A4")
     assert (tmp_path / "page.pdf").stat().st_size > 50_000
     # Also what nobody has scrolled to, and the tabs nobody has opened, were drawn for it.
-    assert tab.locator(".panel-heat canvas").count() == 3
+    assert tab.locator(".panel-heat canvas").count() == 3 * 4, "three runs, and all layers of each"
     assert tab.locator(".panel-timetable svg").count() == 3
     tab.set_viewport_size({"width": 700, "height": 900})
     wide = tab.evaluate(

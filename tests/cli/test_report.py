@@ -48,6 +48,18 @@ def data_in(report: Path) -> Any:
 
 
 @pytest.fixture
+def browser(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prints a PDF of nothing: tests/browser prints with a real one."""
+    program = tmp_path_factory.mktemp("programs") / "browser"
+    program.write_text(
+        '#!/bin/sh\nfor word; do case $word in --print-to-pdf=*) printf %%PDF-1.4 > "${word#*=}";; esac; done\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("LOCKSTEP_BROWSER", str(program))
+    return program
+
+
+@pytest.fixture
 def made(tmp_path: Path) -> Path:
     return write_run(tmp_path / "runs/lm", Made(steps=60, name="lm"))
 
@@ -85,6 +97,7 @@ def test_the_log_of_a_run_means_the_run(tmp_path: Path, made: Path) -> None:
     assert (made / "report.html").exists()
 
 
+@pytest.mark.usefixtures("browser")
 def test_a_pdf_comes_beside_the_page_or_alone(tmp_path: Path, made: Path) -> None:
     both = in_this_process(tmp_path, "report", "runs/lm", "--pdf")
     assert both.stdout == "report: runs/lm/report.html\nreport: runs/lm/report.pdf\n"
@@ -113,6 +126,7 @@ def test_a_run_is_reported_however_it_ended(tmp_path: Path, ending: str, state: 
     assert data_in(folder / "report.html")["runs"][0]["headline"]["state"] == state
 
 
+@pytest.mark.usefixtures("browser")
 def test_a_damaged_log_with_hostile_names_is_reported_and_nothing_can_execute(tmp_path: Path) -> None:
     attack = '</script><img src=x onerror=alert(1)>\u2028"'
     evil = {"time": 1760000100.0, "kind": "message", "attempt": 1, "text": attack, "level": "warning"}
@@ -164,6 +178,22 @@ def test_a_target_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "in a folder that is not there" in refused(tmp_path, "runs/lm", "-o", "nowhere/report.html")
     (tmp_path / "taken.pdf").mkdir()
     assert "--output taken.pdf is a folder" in refused(tmp_path, "runs/lm", "-o", "taken.html", "--pdf")
+
+
+@pytest.mark.usefixtures("made")
+def test_a_pdf_without_a_browser_is_refused_and_nothing_is_written(
+    tmp_path: Path, browser: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser.write_text("#!/bin/sh\necho something is broken >&2\nexit 1\n")
+    said = refused(tmp_path, "runs/lm", "-o", "x.pdf")
+    assert said.startswith(f"{browser} has printed nothing (something is broken): ")
+    browser.unlink()
+    assert refused(tmp_path, "runs/lm", "--pdf").startswith(f"LOCKSTEP_BROWSER={browser} is no program: ")
+    monkeypatch.delenv("LOCKSTEP_BROWSER")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for arguments in (["-o", "x.pdf"], ["--pdf"]):
+        said = refused(tmp_path, "runs/lm", *arguments)
+        assert said.startswith("a PDF is printed by Chromium or Chrome, and there is none on this machine: install it")
 
 
 def test_a_disk_that_is_full_leaves_the_old_report(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

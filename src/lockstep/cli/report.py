@@ -22,7 +22,12 @@ def report_command(
         Path | None,
         typer.Option("-o", "--output", help="NAME.html or NAME.pdf. Default: report.html in the run's folder."),
     ] = None,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Print it into a PDF as well, beside the page.")] = False,
+    pdf: Annotated[
+        bool,
+        typer.Option(
+            "--pdf", help="Print it into a PDF as well, beside the page, with the Chromium or Chrome of this machine."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The page's data as JSON on stdout, text for people on stderr.")
     ] = False,
@@ -30,6 +35,7 @@ def report_command(
     """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
     from lockstep.page.build import build_page
     from lockstep.page.panels import as_json as page_data
+    from lockstep.page.paper import find_browser
     from lockstep.page.report import write_page
     from lockstep.record.folder import REPORT, existing_runs
 
@@ -40,6 +46,8 @@ def report_command(
     targets = list(dict.fromkeys([target, *([target.with_suffix(".pdf")] if pdf else [])]))
     for one in targets:
         opt.check_output("--output", one, one.suffix if one.suffix in SUFFIXES else ".html")
+    if any(one.suffix == ".pdf" for one in targets):
+        find_browser()
     page = build_page(folders)
     for one in targets:
         write_page(page, one)

@@ -1,7 +1,7 @@
 """What the page is made of: a run is a headline, advice and sections of panels, each of one of the kinds below.
 
-They are plain data. The page's script draws them, the PDF prints them; neither knows what a loss or a rank is. As JSON,
-a number that is not finite is null, and `kind` says which panel it is.
+They are plain data. The page's script draws them, on the screen and on paper, and does not know what a loss or a rank
+is. As JSON, a number that is not finite is null, and `kind` says which panel it is.
 """
 
 from __future__ import annotations

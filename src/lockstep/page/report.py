@@ -1,4 +1,4 @@
-"""The report: the page of some runs as one file with its data inside, or printed as a PDF.
+"""The report: the page of some runs as one file with its data inside, or printed as a PDF by a browser.
 
 `write_report` makes it; `leave_report` is for the end of a run, which it can neither fail nor hold up for long.
 """
@@ -34,17 +34,14 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
 
 def write_page(page: Page, target: Path) -> None:
     """Write a page to a file, as a PDF where it is called so: all of it, or nothing."""
-    if target.suffix == ".pdf":
-        from lockstep.page.pdf import page_pdf
+    from lockstep.page.html import page_html
+    from lockstep.page.paper import print_pdf
 
-        content = page_pdf(page)
-    else:
-        from lockstep.page.html import page_html
-
-        content = page_html(page).encode("utf-8", "replace")
+    html = page_html(page)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(content)
+        is_pdf = target.suffix == ".pdf"
+        temporary.write_bytes(print_pdf(html, target.parent) if is_pdf else html.encode("utf-8", "replace"))
         temporary.replace(target)
     except OSError as error:
         with suppress(OSError):

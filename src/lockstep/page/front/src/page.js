@@ -4,10 +4,12 @@ import { make, setDown, setText, toggle } from "./dom.js";
 import { drawAll } from "./panel.js";
 import { runView, sectionLinks, sectionList } from "./run.js";
 import { same } from "./same.js";
+import { showWholeTables } from "./tables.js";
 import { choose, isDark, onTheme } from "./theme.js";
 
 const COMPARISON = "comparison";
 const UNDER_BAR = 140;
+const LONGEST_FOOT = 48;
 
 export function pageView(first) {
   let page = first;
@@ -159,9 +161,13 @@ export function pageView(first) {
     { passive: true },
   );
 
+  // All runs are printed; what is drawn anew measures its words, and can where it is seen.
+  addEventListener("beforeprint", () => runs.forEach((run) => (run.panel.hidden = false)), { capture: true });
+  addEventListener("afterprint", () => runs.forEach((run, number) => (run.panel.hidden = number !== active)));
   addEventListener("beforeprint", () => {
     runs.forEach((_, number) => open(number));
     drawAll();
+    showWholeTables();
   });
 
   function update(newPage) {
@@ -183,9 +189,17 @@ export function pageView(first) {
       runs.forEach((run, number) => run.view?.update(page.runs[number]));
       fillNav();
     }
-    setText(foot, `Made ${fullClock(page.made)} by Lockstep ${page.version}`);
+    const made = `Made ${fullClock(page.made)} by Lockstep ${page.version}`;
+    setText(foot, made);
+    // The foot of every printed page.
+    document.documentElement.style.setProperty("--foot", cssText(`${page.title.length > LONGEST_FOOT ? `${page.title.slice(0, LONGEST_FOOT - 1)}…` : page.title} · ${made}`));
   }
 
   update(first);
   return { element, status, update, announce, follow };
+}
+
+// A string as CSS writes it.
+function cssText(text) {
+  return `"${text.replace(/[^\p{L}\p{N}\p{P}\p{S} ]|["\\]/gu, (one) => `\\${one.codePointAt(0).toString(16)} `)}"`;
 }

@@ -1,5 +1,5 @@
-// The colour of what time goes to, by its name: the same in every stack, bar and report, whatever else is shown there.
-// As in lockstep/page/pdf/paper.py. What is lost is hatched too, and may have the colour of something useful.
+// The colour of what time goes to, by its name: the same in every stack and bar, whatever else is shown there.
+// What is lost is hatched too, and may have the colour of something useful.
 const PARTS = {
   compute: 0,
   optimizer: 2,

@@ -1,9 +1,11 @@
-// Rows and columns. A long table shows its beginning, and the rest when asked.
+// Rows and columns. A long table shows its beginning, and the rest when asked, or printed.
 import { button, make } from "./dom.js";
 import { grouped } from "./format.js";
+import { isOnPaper } from "./theme.js";
 
 const FIRST = 100;
 const LONG = 32;
+const WHOLE = "whole";
 
 // `data`: columns, right (which are numbers), count, and row(number) -> texts.
 export function table(data, name) {
@@ -19,7 +21,8 @@ export function table(data, name) {
       );
     }
   };
-  add(0, Math.min(FIRST, data.count));
+  const first = isOnPaper() ? data.count : Math.min(FIRST, data.count);
+  add(0, first);
   const head = make(
     "tr",
     {},
@@ -31,19 +34,25 @@ export function table(data, name) {
     make("table", {}, make("thead", {}, head), body),
   );
   const element = make("div", { class: "table" }, scroll);
-  if (data.count > FIRST) {
-    const more = button(
-      `Show all ${grouped(data.count)} rows`,
-      () => {
-        add(FIRST, data.count);
-        more.remove();
-        scroll.focus();
-      },
-      { class: "small more" },
-    );
+  if (first < data.count) {
+    const showAll = () => {
+      add(first, data.count);
+      more.remove();
+    };
+    const press = () => {
+      showAll();
+      scroll.focus();
+    };
+    const more = button(`Show all ${grouped(data.count)} rows`, press, { class: "small more" });
+    more.addEventListener(WHOLE, showAll);
     element.append(more);
   }
   return element;
+}
+
+// What is printed is printed whole.
+export function showWholeTables() {
+  for (const more of document.querySelectorAll(".table > .more")) more.dispatchEvent(new Event(WHOLE));
 }
 
 // Long texts break anywhere, so that all columns fit; a short one never does.

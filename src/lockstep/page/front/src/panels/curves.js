@@ -7,6 +7,7 @@ import { legend } from "../legend.js";
 import { ends, lastOf, linesModel, nearest, stackModel } from "../models.js";
 import { plot } from "../plot.js";
 import { same } from "../same.js";
+import { isOnPaper, onTheme } from "../theme.js";
 
 const SPOKEN = 6;
 const LISTED_MARKS = 4;
@@ -46,10 +47,13 @@ function curvesPanel(first, context, frame, isStacked) {
   const chart = plot(model, hidden, options());
   const yName = make("p", { class: "y-name" });
   const element = make("div", { class: "curves" }, yName, chart.element, legendPlace, lost, marks);
-  const forget = onClock(() => {
-    tell(null);
-    listMarks();
-  });
+  const forget = [
+    onClock(() => {
+      tell(null);
+      listMarks();
+    }),
+    onTheme(listMarks),
+  ];
 
   function modelOf() {
     return isStacked
@@ -138,7 +142,7 @@ function curvesPanel(first, context, frame, isStacked) {
 
   function listMarks() {
     const shown = inOrder(panel.marks)
-      .slice(0, LISTED_MARKS)
+      .slice(0, isOnPaper() ? Infinity : LISTED_MARKS)
       .map((mark) =>
         make(
           "li",
@@ -160,7 +164,7 @@ function curvesPanel(first, context, frame, isStacked) {
     },
     table: () => asTable(panel, model, context.start()),
     remove() {
-      forget();
+      forget.forEach((end) => end());
       keys.remove();
       chart.remove();
     },

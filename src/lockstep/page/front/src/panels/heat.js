@@ -4,7 +4,7 @@ import { button, make, setDown, setText } from "../dom.js";
 import { between, drawing } from "../drawing.js";
 import { amount } from "../format.js";
 import { ramp, rampEnds } from "../ramp.js";
-import { ink } from "../theme.js";
+import { ink, isOnPaper } from "../theme.js";
 
 const FONT = "13px system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif";
 const AXIS = 26;
@@ -24,7 +24,18 @@ export function heatPanel(first, context) {
   const placeOf = (column) =>
     placeText(panel.x, panel.x === "time" ? panel.at[column] - context.start() : panel.at[column], context.start());
 
+  // On paper all layers, one below the other.
   function draw(width) {
+    return isOnPaper() ? panel.layers.map((one) => printed(one, width)) : [drawLayer(layer(), width)];
+  }
+
+  function printed(one, width) {
+    const ends = rampEnds(one.values);
+    const name = make("div", { class: "heat-foot" }, make("b", {}, one.name), make("div", { class: "scale" }, ends ? scaleParts(ends, one.unit) : "no values"));
+    return make("div", { class: "heat-layer" }, name, !ends || ends.isFlat ? null : drawLayer(one, width));
+  }
+
+  function drawLayer(one, width) {
     const rows = panel.rows.length;
     const canvas = make("canvas");
     const pixels = devicePixelRatio;
@@ -44,18 +55,18 @@ export function heatPanel(first, context) {
     canvas.style.height = `${height}px`;
     pen.scale(pixels, pixels);
     hatch(pen, frame);
-    const ends = rampEnds(layer().values);
+    const ends = rampEnds(one.values);
     if (ends)
       pen.drawImage(
-        cells(layer().values, ends, Math.round(frame.width * pixels)),
+        cells(one.values, ends, Math.round(frame.width * pixels)),
         frame.left,
         frame.top,
         frame.width,
         frame.height,
       );
     labels(pen, width);
-    if (cursor) outline(pen);
-    return [canvas];
+    if (cursor && !isOnPaper()) outline(pen);
+    return canvas;
   }
 
   function labels(pen, width) {

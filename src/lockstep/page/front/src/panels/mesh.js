@@ -17,10 +17,11 @@ export function meshPanel(first, context) {
   let overlay = null;
   const axes = make("div", { class: "choices", role: "group", "aria-label": "Who talks to whom" });
   const readout = make("p", { class: "readout" });
+  const talk = make("ul", { class: "talk paper" });
   const hosts = make("ul", { class: "hosts" });
   const picture = drawing(draw, { move, point, className: "mesh" });
   const scroll = make("div", { class: "mesh-scroll" }, picture.element);
-  const element = make("div", {}, axes, readout, scroll, hosts);
+  const element = make("div", {}, axes, readout, talk, scroll, hosts);
   const forget = onTheme(listHosts);
 
   const sizes = () => panel.axes.map((one) => one.size);
@@ -259,6 +260,7 @@ export function meshPanel(first, context) {
     if (current !== null && current >= world()) current = null;
     axes.hidden = panel.axes.length === 0;
     showAxes();
+    talk.replaceChildren(...panel.axes.map((one) => make("li", {}, make("b", {}, `${one.name} = ${one.size}`), ` ${one.talk}`)));
     listHosts();
     tell();
     picture.redraw();
