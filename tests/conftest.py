@@ -17,14 +17,13 @@ import pytest
 from tests import budget
 from tests.patience import Deadline, patient
 from tests.ranks import RankPool
-from tests.signals import own_signals
+from tests.signals import hear_all, own_signals
 
 # Before anything imports torch, and for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Before anything is started, in every process of pytest: they are handed on.
+hear_all()
 
 DEFAULT_LIMIT = 120.0
 # After the limit a test has this long to fail by itself; then the whole session is ended.

@@ -19,6 +19,9 @@ FIX = "`.ci/install-browser` installs it"
 
 OpenPage = Callable[..., Any]
 
+SECONDS = 90.0
+"""For anything a test waits for in a page: less than a test has, so that what did not come is named."""
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -71,7 +74,7 @@ def open_page(browser: Any, file_of: Callable[[Page], Path]) -> Iterator[OpenPag
         )
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(1000 * patient(30))
+        tab.set_default_timeout(1000 * patient(SECONDS))
         if page is not None:
             url = file_of(page).as_uri()
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,9 @@ from tests.browser.conftest import OpenPage
 from tests.browser.looking import drag, panel
 
 pytestmark = pytest.mark.browser
+
+LONGEST_WAIT = 20_000
+"""Milliseconds after which the page has asked again, however seldom it asks."""
 
 
 @dataclass
@@ -69,6 +73,13 @@ def serve(page: Page) -> Iterator[Board]:
             thread.join()
 
 
+def with_own_clock(tab: Any) -> Any:
+    """The page once more, with a clock that tests can put forward: nobody waits for the seconds between questions."""
+    tab.clock.install()
+    tab.reload()
+    return tab
+
+
 def longer(page: Page, *, live: bool = True) -> Page:
     """The same run, some steps later."""
     run = example.example_run(steps=1200)
@@ -78,7 +89,7 @@ def longer(page: Page, *, live: bool = True) -> Page:
 
 def test_it_follows_the_run_and_keeps_zoom_toggles_scroll_and_focus(open_page: OpenPage) -> None:
     with serve(example.example_page(live=True, steps=600)) as board:
-        tab = open_page(url=f"{board.url}/page")
+        tab = with_own_clock(open_page(url=f"{board.url}/page"))
         assert tab.get_by_role("status").first.inner_text() == "Live"
         loss = panel(tab, "Loss")
         drag(tab, loss, 0.2, 0.6)
@@ -88,6 +99,7 @@ def test_it_follows_the_run_and_keeps_zoom_toggles_scroll_and_focus(open_page: O
         tab.evaluate("scrollTo(0, 500)")
         before = loss.get_by_role("img").get_attribute("aria-label")
         board.page, board.version = longer(board.page), 2
+        tab.clock.run_for(LONGEST_WAIT)
         tab.locator(".fact-value", has_text="91.0 %").wait_for()
         assert loss.get_by_role("img").get_attribute("aria-label") != before, "the curve has grown"
         assert loss.get_by_role("button", name="Reset zoom").is_visible()
@@ -99,23 +111,21 @@ def test_it_follows_the_run_and_keeps_zoom_toggles_scroll_and_focus(open_page: O
 
 def test_it_says_when_the_board_is_gone_when_it_is_back_and_when_the_run_is_over(open_page: OpenPage) -> None:
     with serve(example.example_page(live=True, steps=60)) as board:
-        tab = open_page(url=f"{board.url}/page")
-        tab.clock.install()
-        tab.reload()
+        tab = with_own_clock(open_page(url=f"{board.url}/page"))
         words = tab.locator(".live [role=status]")
         assert board.asked is not None
         while board.asked[-1:] != ['"1"']:  # what it has is not sent again
             tab.clock.run_for(1000)
         board.answers = False
-        tab.clock.run_for(20_000)
+        tab.clock.run_for(LONGEST_WAIT)
         words.filter(has_text="does not answer").wait_for()
         tab.problems.clear()
         board.answers = True
-        tab.clock.run_for(20_000)
+        tab.clock.run_for(LONGEST_WAIT)
         words.filter(has_text="Live").wait_for()
         tab.problems.clear()
         board.page, board.version = longer(board.page, live=False), 2
-        tab.clock.run_for(20_000)
+        tab.clock.run_for(LONGEST_WAIT)
         words.filter(has_text="The run is over").wait_for()
         count = len(board.asked)
         tab.clock.run_for(60_000)

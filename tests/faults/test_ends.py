@@ -33,8 +33,8 @@ def test_a_crash_after_a_stop_is_a_crash(folder: Path) -> None:
     wait_for(lambda: has_steps(folder), "the first steps")
     assert interrupt(process, signal.SIGTERM)[0] == 75
     (folder / "train.py").write_text("import no_such_module")
-    done = lockstep(folder, "run", "train.py")
-    assert done.returncode == 1
+    done = lockstep(folder, "run", "--accept", "changed-script", "train.py")
+    assert done.returncode == 1, done.stderr
     assert "No module named 'no_such_module'" in done.stderr
 
 
