@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py --cases benchmarks/published/cases.csv
     python benchmarks/planner.py --cases FILE.csv --json
-    python benchmarks/planner.py --refit            # what the constants of planner/machine/speeds.py would be, by stack
+    python benchmarks/planner.py --refit            # what the constants of benchmarks/stacks.py would be, by stack
 
 `shipped` uses the constants of the library. `held out` leaves out all rows of one model, fits the four constants of its
 stack to the others, and scores the rows that were left out; so no row is judged by constants that have seen its model.
@@ -26,10 +26,14 @@ import numpy as np
 from lockstep.errors import UserError
 from lockstep.planner.cost.checks import verdict
 from lockstep.planner.cost.memory import estimate_memory
+from lockstep.planner.cost.stack import Speeds
 from lockstep.planner.cost.step_time import estimate_time
-from lockstep.planner.machine.speeds import Speeds, speeds_of
-from lockstep.planner.published import Case, read_cases
 from lockstep.text import charts, svg
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.published_cases import Case, read_cases
+from benchmarks.stacks import find_stack
 
 CASES = Path(__file__).with_name("published") / "cases.csv"
 FITTED = ("matmul", "traffic", "attention", "contention")
@@ -68,7 +72,8 @@ def time_ratio(case: Case, speeds: Speeds | None = None) -> float:
     """Predicted by measured seconds of a step."""
     assert case.job is not None
     assert case.seconds is not None
-    return estimate_time(case.job, speeds).total / case.seconds
+    job = case.job if speeds is None else replace(case.job, stack=replace(case.job.stack, speeds=speeds))
+    return estimate_time(job).total / case.seconds
 
 
 def fit(cases: Sequence[Case], begin: Speeds) -> Speeds:
@@ -116,7 +121,7 @@ def by(cases: Iterable[Case], key: Callable[[Case], str]) -> dict[str, list[Case
 def stack(case: Case) -> str:
     """Whose software; versions that differ in what they keep are equally fast."""
     assert case.job is not None
-    return case.job.stack.removesuffix("-2025")
+    return case.job.stack.name.removesuffix("-2025")
 
 
 def held_out(timed: Sequence[Case]) -> dict[str, float]:
@@ -126,7 +131,7 @@ def held_out(timed: Sequence[Case]) -> dict[str, float]:
         models = by(cases, lambda case: case.model)
         for model, left_out in models.items():
             if others := [case for case in cases if case.model != model]:
-                speeds = fit(others, replace(speeds_of(name), **NEUTRAL))
+                speeds = fit(others, replace(find_stack(name).speeds, **NEUTRAL))
                 ratios |= {case.id: time_ratio(case, speeds) for case in left_out}
     return ratios
 
@@ -237,7 +242,7 @@ def scatter(points: dict[str, list[tuple[float, float]]]) -> str:
 
 def refitted(timed: Sequence[Case]) -> dict[str, Speeds]:
     """Constants for every stack, from all its rows."""
-    return {name: fit(cases, replace(speeds_of(name), **NEUTRAL)) for name, cases in by(timed, stack).items()}
+    return {name: fit(cases, replace(find_stack(name).speeds, **NEUTRAL)) for name, cases in by(timed, stack).items()}
 
 
 def results(cases: Sequence[Case]) -> dict[str, Any]:
@@ -309,7 +314,7 @@ def main() -> int:
     parser.add_argument("--cases", type=Path, default=CASES, help="a table with the columns of the published cases")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     parser.add_argument(
-        "--refit", action="store_true", help="print what the constants of planner/machine/speeds.py would be"
+        "--refit", action="store_true", help="print what the constants of benchmarks/stacks.py would be"
     )
     parser.add_argument("--plot", type=Path, help="draw measured against predicted times as an SVG")
     options = parser.parse_args()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stacks import find_stack
 from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
 from lockstep.follow.blocks import _least_worst
@@ -17,7 +18,6 @@ from lockstep.links.cost import Link
 from lockstep.parallel.pipeline.timetable import check, peak_in_flight, timetable
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory, in_flight
-from lockstep.planner.cost.stacks import find_stack
 from lockstep.planner.cost.stages import cut_by_work, stages_of_job
 from lockstep.planner.machine.hardware import Gpu, Machine
 from lockstep.planner.model.parts import Shape
@@ -32,8 +32,9 @@ GPT = Shape(layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, positions=
 def job(shape: Shape = GPT, layout: str = "tp=8", sequence: int = 2048, **changes: Any) -> Job:
     cut = Layout.parse(layout)
     machine = Machine("test", GPU, 8, -(-cut.world_size // 8), Link(1e-5, 1e-11), Link(1e-5, 1e-10))
-    usual: dict[str, Any] = {"micro_batch": 4, "global_batch": 4 * cut.data_size, "stack": "megatron", "zero": 0}
-    return Job(transformer("test", shape, sequence), machine, cut, **(usual | {"precision": "fp16"} | changes))
+    usual: dict[str, Any] = {"micro_batch": 4, "global_batch": 4 * cut.data_size, "zero": 0, "precision": "fp16"}
+    stack = find_stack(changes.pop("stack", "megatron"))
+    return Job(transformer("test", shape, sequence), machine, cut, stack=stack, **(usual | changes))
 
 
 def activations_of_a_block(**changes: Any) -> float:
@@ -122,9 +123,9 @@ def test_the_first_stage_holds_more_activations_and_the_last_one_the_logits() ->
 def test_stages_cut_by_work_leave_room_for_the_head() -> None:
     """A vocabulary of 131072 at width 2048 is four blocks of work: 16 blocks and it are 10 and 6 + 4."""
     shape = Shape(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, gated=True, biases=False, norm="rms")
-    cut = job(shape, "pp=2", 4096, global_batch=64, stack="nanotron")
-    assert stages_of_job(cut, find_stack("nanotron")).blocks == (10, 6)
-    assert stages_of_job(cut, find_stack("megatron")).blocks == (8, 8)
+    by_work, evenly = (job(shape, "pp=2", 4096, global_batch=64, stack=name) for name in ("nanotron", "megatron"))
+    assert stages_of_job(by_work).blocks == (10, 6)
+    assert stages_of_job(evenly).blocks == (8, 8)
 
 
 def test_blocks_are_cut_where_the_engine_cuts_them() -> None:
@@ -140,7 +141,7 @@ def test_a_rank_has_all_its_stages_and_the_fullest_one_is_looked_at() -> None:
     """126 blocks in 16 stages, a head of two thirds of a block: 7, then 14 stages of 8, and 7 with the head."""
     shape = Shape(126, 16384, 128, 53248, 128256, kv_heads=8, gated=True, tied=False, biases=False, norm="rms")
     turning = job(shape, "pp=8,tp=8", global_batch=64, stack="lockstep", schedule="zbv", stages_per_rank=2)
-    cut = stages_of_job(turning, find_stack("lockstep"))
+    cut = stages_of_job(turning)
     assert cut.blocks == (14, *[16] * 7)
     assert (cut.head, cut.differing) == (0, (0, 1, 7))
     assert cut.slowest(0.66) == (16, False)
@@ -244,4 +245,4 @@ def test_a_save_in_the_background_needs_the_host_for_weights_and_moments() -> No
 
 def test_an_unknown_stack_is_refused() -> None:
     with pytest.raises(UserError, match="megatron"):
-        estimate_memory(job(stack="megatrn"))
+        job(stack="megatrn")

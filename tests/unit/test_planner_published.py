@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published_cases import read_case, read_cases
 from lockstep.errors import UserError
-from lockstep.planner.published import read_case, read_cases
 
 GRID = {
     "id": "nanotron-grid-0001",
@@ -53,7 +53,7 @@ def test_a_row_is_the_job_it_describes() -> None:
     job = case.job
     assert job is not None
     assert str(job.layout) == "pp=2,fsdp=16,tp=2", "data ranks that share optimizer state are shards"
-    assert (job.zero, job.stack, job.schedule, job.recompute) == (1, "nanotron", "1f1b", "none")
+    assert (job.zero, job.stack.name, job.schedule, job.recompute) == (1, "nanotron", "1f1b", "none")
     assert (job.sequence_parallel, job.flash, job.compiled) == (True, True, False)
     assert job.micro_batches == 8
     assert job.model.parameters == pytest.approx(8.86e9, rel=0.002), "its head is not tied"

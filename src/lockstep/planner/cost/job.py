@@ -9,6 +9,7 @@ from typing import Literal
 from lockstep.config.schema import Schedule
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD
+from lockstep.planner.cost.stack import LOCKSTEP, Stack
 from lockstep.planner.machine.hardware import Machine
 from lockstep.planner.model.parts import Model
 
@@ -44,8 +45,8 @@ class Job:
     flash: bool = True
     """Attention may use a kernel that does not write its scores down."""
     compiled: bool = False
-    stack: str = "lockstep"
-    """Whose software: planner/cost/stacks.py knows what differs between them."""
+    stack: Stack = LOCKSTEP
+    """Whose software."""
 
     @property
     def width(self) -> float:
@@ -70,7 +71,7 @@ class Job:
         kernel that drops.
         """
         shape, layout = self.model.shape, self.layout
-        drops = self.stack == "lockstep" and shape is not None and shape.dropout
+        drops = self.stack is LOCKSTEP and shape is not None and shape.dropout
         return self.flash and not (drops and (layout.tp * layout.cp > 1 or self.machine.gpu.is_cpu))
 
     @cached_property

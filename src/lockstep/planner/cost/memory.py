@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lockstep.config.schema import Schedule
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
-from lockstep.planner.cost.stacks import Stack, find_stack
+from lockstep.planner.cost.stack import Stack
 from lockstep.planner.cost.stages import stages_of_job
 from lockstep.planner.model.parts import Attention, Part
 
@@ -50,13 +50,11 @@ class Rank:
 
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
     """One estimate for every rank of a pipeline that may be the fullest, and for the last one."""
-    stack = find_stack(job.stack)
-    cut = stages_of_job(job, stack)
+    cut = stages_of_job(job)
     width = job.width
-    block = _kept(job, stack, job.model.blocks, width), _live_block(job, stack, job.model.blocks, width)
+    block = _kept(job, job.model.blocks, width), _live_block(job, job.model.blocks, width)
     return tuple(
-        _at_the_peak(job, stack, _rank(job, stack, number, cut.blocks[number], number == cut.head, block))
-        for number in cut.differing
+        _at_the_peak(job, _rank(job, number, cut.blocks[number], number == cut.head, block)) for number in cut.differing
     )
 
 
@@ -95,14 +93,16 @@ def flights_of(job: Job, rank: int) -> float:
     return forwards / job.stages_per_rank
 
 
-def logit_bytes(job: Job, stack: Stack) -> float:
+def logit_bytes(job: Job) -> float:
     """Of a logit at the fullest moment of the loss."""
+    stack = job.stack
     if job.layout.tp == 1:
         return stack.logits
     return stack.cut_logits + (stack.rounded_logits if job.width == 2.0 else 0.0)
 
 
-def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool, block: tuple[float, float]) -> Rank:
+def _rank(job: Job, number: int, blocks: int, has_last: bool, block: tuple[float, float]) -> Rank:
+    stack = job.stack
     layout, model, zero = job.layout, job.model, job.effective_zero
     ends, head_weights = model.end_parameters(number == 0, has_last, layout.tp)
     block_parameters = model.blocks.parameters - model.blocks.cut_parameters * (1 - 1 / layout.tp)
@@ -128,15 +128,16 @@ def _rank(job: Job, stack: Stack, number: int, blocks: int, has_last: bool, bloc
     )
 
 
-def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
+def _at_the_peak(job: Job, rank: Rank) -> Memory:
     """Either the loss is gone back through, or one block."""
+    stack = job.stack
     layout, zero = job.layout, job.effective_zero
     parameters, gradients, optimizer = states(stack, rank.own, zero, rank.shards, rank.whole_gradients)
     if job.precision == "bf16":
         gradients += stack.bf16_gradients * rank.own
-    gathered, one_block = _gathered(job, stack, rank)
-    activations = _waiting(job, stack, rank)
-    logits, head, loss = _loss(job, stack, rank)
+    gathered, one_block = _gathered(job, rank)
+    activations = _waiting(job, rank)
+    logits, head, loss = _loss(job, rank)
     live = rank.live * rank.samples
     if rank.rounds and job.recompute == "full":
         live += 2.0 * rank.block_parameters
@@ -169,17 +170,17 @@ def _at_the_peak(job: Job, stack: Stack, rank: Rank) -> Memory:
     )
 
 
-def _waiting(job: Job, stack: Stack, rank: Rank) -> float:
+def _waiting(job: Job, rank: Rank) -> float:
     """Bytes of activations that wait for their backward, of all micro-batches in flight, those of the head apart."""
     found = rank.blocks * rank.kept * rank.samples
     if rank.has_first:
-        found += rank.samples * _edge(job, stack, job.model.first, rank.width)
+        found += rank.samples * _edge(job, job.model.first, rank.width)
     if rank.rounds and job.recompute != "full":
         # Every forward makes its own copies; a block that recomputes itself makes them again.
         found += 2.0 * rank.blocks * rank.block_parameters
     found *= rank.flights
     if heads := _heads_waiting(job, rank):
-        found += heads * rank.samples * _edge(job, stack, job.model.last, rank.width)
+        found += heads * rank.samples * _edge(job, job.model.last, rank.width)
     return found
 
 
@@ -189,19 +190,20 @@ def _heads_waiting(job: Job, rank: Rank) -> int:
     return job.micro_batches - 1 if all_first and rank.has_last and job.model.logits else 0
 
 
-def _loss(job: Job, stack: Stack, rank: Rank) -> tuple[float, float, float]:
+def _loss(job: Job, rank: Rank) -> tuple[float, float, float]:
     """Bytes of logits that wait, of what the head keeps, and of the logits while the loss is gone back through."""
     if not (rank.has_last and job.model.logits):
         return 0.0, 0.0, 0.0
     logits = rank.samples * job.model.logits / job.layout.tp
-    head = rank.samples * _edge(job, stack, job.model.last, rank.width)
+    head = rank.samples * _edge(job, job.model.last, rank.width)
     if rank.rounds:
         head += 2.0 * rank.head_weights
-    return logits * stack.kept_logits * _heads_waiting(job, rank), head, logits * logit_bytes(job, stack)
+    return logits * job.stack.kept_logits * _heads_waiting(job, rank), head, logits * logit_bytes(job)
 
 
-def _gathered(job: Job, stack: Stack, rank: Rank) -> tuple[float, float]:
+def _gathered(job: Job, rank: Rank) -> tuple[float, float]:
     """Bytes gathered, on their way to other ranks or from them; and those beside while a block is gone back through."""
+    stack = job.stack
     layout, zero = job.layout, job.effective_zero
     found = one_block = 0.0
     # A pipeline that accumulates whole gradients sums them when all activations are gone.
@@ -223,19 +225,20 @@ def _gathered(job: Job, stack: Stack, rank: Rank) -> tuple[float, float]:
     return found, one_block
 
 
-def _kept(job: Job, stack: Stack, block: Part, width: float) -> float:
+def _kept(job: Job, block: Part, width: float) -> float:
     """Bytes of one sample that a block keeps from its forward to its backward."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
-    residual = stack.residual_bytes(width)
+    residual = job.stack.residual_bytes(width)
     if job.recompute == "full":
         return block.border * residual / rows
-    if job.recompute == "selective" and stack.selective == "products":
+    if job.recompute == "selective" and job.stack.selective == "products":
         return block.border * residual / rows + width * block.alternate_products(tp, rows)
-    return _all_kept(job, stack, block, width)
+    return _all_kept(job, block, width)
 
 
-def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
+def _all_kept(job: Job, block: Part, width: float) -> float:
+    stack = job.stack
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
     residual = stack.residual_bytes(width)
@@ -257,7 +260,7 @@ def _all_kept(job: Job, stack: Stack, block: Part, width: float) -> float:
         if stack.gathers_keys and job.layout.cp > 1:
             kept += _whole_keys(job, block.attention, width)
         if not job.uses_flash and (job.recompute == "none" or stack.drops_for_all_ranks):
-            kept += _scores(job, stack, block.attention, width)
+            kept += _scores(job, block.attention, width)
     return kept
 
 
@@ -271,12 +274,12 @@ def _whole_keys(job: Job, attention: Attention, width: float) -> float:
     return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * width / job.layout.tp
 
 
-def _scores(job: Job, stack: Stack, attention: Attention, width: float) -> float:
+def _scores(job: Job, attention: Attention, width: float) -> float:
     """Bytes of one sample for the square of scores: softmax and, with dropout, its mask and what it leaves."""
     tp, cp = job.layout.tp, job.layout.cp
     dropped = job.model.shape is not None and job.model.shape.dropout
     own = attention.scores / cp / tp
-    if not stack.drops_for_all_ranks:
+    if not job.stack.drops_for_all_ranks:
         return own * (2 * width + 1 if dropped else width)
     if not dropped:
         return own * 4.0
@@ -286,24 +289,24 @@ def _scores(job: Job, stack: Stack, attention: Attention, width: float) -> float
     return own * (4.0 + width + 4.0 * tp * cp)
 
 
-def _live_block(job: Job, stack: Stack, block: Part, width: float) -> float:
+def _live_block(job: Job, block: Part, width: float) -> float:
     """Bytes of one sample while a block is gone back through: its gradients, and all it keeps if it is recomputed."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
-    residual = stack.residual_bytes(width)
+    residual = job.stack.residual_bytes(width)
     live = 2 * block.border * residual / rows + block.widest * 2 * width / tp
     if rows > 1:
         live += 2 * block.border * width
     if job.recompute == "full":
-        live += _all_kept(job, stack, block, width)
+        live += _all_kept(job, block, width)
     return live
 
 
-def _edge(job: Job, stack: Stack, part: Part | None, width: float) -> float:
+def _edge(job: Job, part: Part | None, width: float) -> float:
     """Bytes of one sample that the embedding or the head keeps."""
     if part is None:
         return 0.0
     rows = job.layout.tp if job.sequence_parallel else 1
-    residual = stack.residual_bytes(width)
+    residual = job.stack.residual_bytes(width)
     kept = part.kept_residual * residual + (part.kept - part.kept_residual) * width
     return kept / rows + part.kept_bytes + part.cut_kept * width / job.layout.tp

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from lockstep.parallel.pipeline.timetable import V_SHAPED
 from lockstep.planner.cost.job import Job
-from lockstep.planner.cost.stacks import Cut, Stack
+from lockstep.planner.cost.stack import BlocksOfStages
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Stages:
         return (own, True) if own + head_work >= others else (others, False)
 
 
-def stages_of_job(job: Job, stack: Stack) -> Stages:
+def stages_of_job(job: Job) -> Stages:
     """The cut of a job; as the engine does it for Lockstep's own stack."""
-    pp, model = job.layout.pp, job.model
-    return _stages(model.blocks.count, model.head_work, pp, job.stages_per_rank, job.schedule in V_SHAPED, stack.cut)
+    model, turns = job.model, job.schedule in V_SHAPED
+    return _stages(model.blocks.count, model.head_work, job.layout.pp, job.stages_per_rank, turns, job.stack.cut)
 
 
 @lru_cache(maxsize=1 << 12)
-def _stages(blocks: int, head_work: float, pp: int, per_rank: int, turns: bool, cut: Cut) -> Stages:
+def _stages(blocks: int, head_work: float, pp: int, per_rank: int, turns: bool, cut: BlocksOfStages) -> Stages:
     if cut != "evenly":
         stages = cut_by_work(blocks, head_work, pp * per_rank)
         if cut == "early":

@@ -1,6 +1,6 @@
 """Seconds of one optimizer step: a roofline of compute, alpha-beta collectives, overlap and the bubble.
 
-Constants of the hardware are in the catalogue, those of the software in speeds.py; benchmarks/planner.py says how far
+Constants of the hardware are in the catalogue, those of the software in stack.py; benchmarks/planner.py says how far
 the result is from published runs.
 """
 
@@ -13,10 +13,8 @@ from typing import Literal
 
 from lockstep.planner.cost.estimate import Time
 from lockstep.planner.cost.job import Job
-from lockstep.planner.cost.stacks import Stack, find_stack
 from lockstep.planner.cost.stages import stages_of_job
 from lockstep.planner.machine.hardware import Gpu
-from lockstep.planner.machine.speeds import Speeds, speeds_of
 from lockstep.planner.model.parts import Attention, Matmul, Part
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
@@ -74,28 +72,27 @@ class Work:
         return Work(self.products * count, self.attention * count, self.traffic * count, self.waiting * count)
 
 
-def estimate_time(job: Job, speeds: Speeds | None = None) -> Time:
-    """The step that this job would take; `speeds` are by default those of its stack."""
-    stack = find_stack(job.stack)
-    speeds = speeds or speeds_of(job.stack)
+def estimate_time(job: Job) -> Time:
+    """The step that this job would take."""
+    speeds = job.stack.speeds
     layout, model, block = job.layout, job.model, job.model.blocks
-    forward, backward = part_work(job, block, speeds)
-    backward += _again(job, forward, stack)
-    tensor, context = _tensor(job), _context(job, forward, backward, stack, speeds)
+    forward, backward = part_work(job, block)
+    backward += _again(job, forward)
+    tensor, context = _tensor(job), _context(job, forward, backward)
     one = forward.total + backward.total + tensor + context
 
-    ends = {part.name: _both(part_work(job, part, speeds)) for part in model.parts if part is not block}
+    ends = {part.name: _both(part_work(job, part)) for part in model.parts if part is not block}
     tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), Work())
-    count, has_head = stages_of_job(job, stack).slowest(tail.total / one)
+    count, has_head = stages_of_job(job).slowest(tail.total / one)
     besides = tail if has_head else Work()
     stage = (forward + backward) * count + besides
     average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
 
-    crossing = 2 * job.stages_per_rank * neighbour_seconds(job, stack) if layout.pp > 1 else 0.0
+    crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)
     # With fewer micro-batches than ranks a rank waits for every one of its stages but the last.
     empty += (1 - 1 / job.stages_per_rank) * max(0, layout.pp - job.micro_batches)
-    data, hidden = _data(job, stack, speeds, count, forward.total, backward.total)
+    data, hidden = _data(job, count, forward.total, backward.total)
     on_rank = model.parameters / layout.pp / layout.tp / (layout.fsdp if job.effective_zero >= 2 else 1)
     updated = on_rank / (layout.fsdp if job.effective_zero == 1 else 1)
     times = job.micro_batches
@@ -142,8 +139,9 @@ def product_seconds(
     return max(2.0 * batch * rows * inner * columns / (speed * share), moved / (gpu.memory_gb_s * 1e9))
 
 
-def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
+def part_work(job: Job, part: Part) -> tuple[Work, Work]:
     """Forward and backward of one micro-batch through one part on one rank."""
+    speeds = job.stack.speeds
     gpu, tp = job.machine.gpu, job.layout.tp
     scale = job.micro_batch / job.layout.cp
     width = job.width
@@ -163,9 +161,7 @@ def part_work(job: Job, part: Part, speeds: Speeds) -> tuple[Work, Work]:
         ahead += product_seconds(rows, inner, columns, gpu, speed, width=width)
         back += product_seconds(rows, columns, inner, gpu, speed, width=width)
         back += product_seconds(inner, rows, columns, gpu, speed, width=width)
-    attention, attention_back = (
-        _attention(job, part.attention, speeds, wide_speed, width) if part.attention else (0.0, 0.0)
-    )
+    attention, attention_back = _attention(job, part.attention, wide_speed, width) if part.attention else (0.0, 0.0)
     fused = COMPILED if job.compiled else 1.0
     traffic = moved * speeds.traffic * fused / (gpu.memory_gb_s * 1e9)
     starting = part.kernels * fused * (CPU_LAUNCH if gpu.is_cpu else speeds.launch)
@@ -183,8 +179,9 @@ def _cut(matmul: Matmul, scale: float, tp: int) -> tuple[float, float, float]:
     return matmul.rows * scale, inner, columns
 
 
-def _attention(job: Job, attention: Attention, speeds: Speeds, speed: float, width: float) -> tuple[float, float]:
+def _attention(job: Job, attention: Attention, speed: float, width: float) -> tuple[float, float]:
     """Forward and backward of the scores and what is made of them."""
+    speeds = job.stack.speeds
     gpu, cp = job.machine.gpu, job.layout.cp
     heads = attention.heads / job.layout.tp * job.micro_batch
     rows, tokens, dim = attention.tokens / cp, attention.tokens, attention.head_dim
@@ -207,13 +204,13 @@ def _both(work: tuple[Work, Work]) -> Work:
     return work[0] + work[1]
 
 
-def _again(job: Job, forward: Work, stack: Stack) -> Work:
+def _again(job: Job, forward: Work) -> Work:
     """What the backward does a second time."""
     if job.recompute == "none":
         return Work()
     if job.recompute == "full":
         return forward
-    return forward * 0.5 if stack.selective == "products" else Work(attention=forward.attention)
+    return forward * 0.5 if job.stack.selective == "products" else Work(attention=forward.attention)
 
 
 # ---- Communication
@@ -238,11 +235,11 @@ def collective_seconds(job: Job, kind: Kind, size: float, ranks: int, stride: in
     return (volume / bandwidth + messages) * (2 if kind == "all-reduce" else 1)
 
 
-def neighbour_seconds(job: Job, stack: Stack) -> float:
+def neighbour_seconds(job: Job) -> float:
     """What a pipeline stage hands to the next, from all GPUs of a node at once."""
     machine, layout = job.machine, job.layout
-    size = job.model.blocks.border * job.micro_batch / layout.cp * stack.residual_bytes(job.width)
-    size /= layout.tp if stack.parts_cross else 1
+    size = job.model.blocks.border * job.micro_batch / layout.cp * job.stack.residual_bytes(job.width)
+    size /= layout.tp if job.stack.parts_cross else 1
     stride = layout.world_size // layout.pp
     if stride * 2 <= machine.gpus_per_node or machine.nodes == 1:
         return machine.inside.seconds(size)
@@ -261,7 +258,7 @@ def _tensor(job: Job) -> float:
     return sums * (ASYNC_TENSOR if job.async_tensor else 1.0)
 
 
-def _context(job: Job, forward: Work, backward: Work, stack: Stack, speeds: Speeds) -> float:
+def _context(job: Job, forward: Work, backward: Work) -> float:
     """Keys and values of a whole sequence come together on each of its ranks, and their gradients go back."""
     attention, cp = job.model.blocks.attention, job.layout.cp
     if cp == 1 or attention is None:
@@ -269,15 +266,15 @@ def _context(job: Job, forward: Work, backward: Work, stack: Stack, speeds: Spee
     keys = attention.kv_heads * attention.head_dim * attention.tokens
     both = 2 * keys * job.micro_batch * job.width / job.layout.tp
     around = collective_seconds(job, "all-gather", both, cp, job.layout.tp)
-    if stack.gathers_keys:
+    if job.stack.gathers_keys:
         return 3 * around
-    exposed = hidden_behind(forward.attention, around, speeds.contention)
-    return exposed + hidden_behind(backward.attention, 2 * around, speeds.contention)
+    exposed = hidden_behind(forward.attention, around, job.stack.speeds.contention)
+    return exposed + hidden_behind(backward.attention, 2 * around, job.stack.speeds.contention)
 
 
-def _data(job: Job, stack: Stack, speeds: Speeds, blocks: int, forward: float, backward: float) -> tuple[float, float]:
+def _data(job: Job, blocks: int, forward: float, backward: float) -> tuple[float, float]:
     """Seconds of a step for weights and gradients: those that show, and those that run behind compute."""
-    layout, model = job.layout, job.model
+    layout, model, stack, speeds = job.layout, job.model, job.stack, job.stack.speeds
     wide = layout.cp if stack.shards_over_context else 1
     shards = layout.fsdp * wide if job.effective_zero >= 2 else 1
     replicas = layout.data_size * layout.cp // shards

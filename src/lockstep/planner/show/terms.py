@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory, flights_of, logit_bytes, states
-from lockstep.planner.cost.stacks import Stack, find_stack
+from lockstep.planner.cost.stack import Stack
 from lockstep.planner.cost.stages import stages_of_job
 from lockstep.planner.model.find_model import find_model
 
 GB = 1e9
 GIB = 2.0**30
+
+ZERO_PAPER = Stack("zero-paper", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, band=0.0)
+"""ZeRO's arithmetic: weights and gradients in fp16, 12 bytes of optimizer state (arXiv 1910.02054, Figure 1)."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +101,18 @@ def model_rows() -> list[tuple[str, float, float]]:
     Mixed precision with Adam: 2 + 2 for weights and gradients in 16 bits, 4 + 4 + 4 for weights and moments in fp32.
     """
     known = (("BERT-Large", 0.32), ("GPT-2", 1.5), ("Turing 17.2 NLG", 17.2), ("GPT-3", 175.0))
-    return [(name, billions, sum(states(find_stack("zero-paper"), billions, 0, 1))) for name, billions in known]
+    return [(name, billions, sum(states(ZERO_PAPER, billions, 0, 1))) for name, billions in known]
 
 
 def zero_rows(billions: float = 7.5, ranks: int = 64) -> list[tuple[str, str, float]]:
     """ZeRO's table: what is sharded, the formula, GB of model states on every rank."""
-    paper = find_stack("zero-paper")
     formulas = (
         ("nothing", "(2 + 2 + 12) n"),
         ("optimizer state", "(2 + 2) n + 12 n / N"),
         ("gradients too", "2 n + (2 + 12) n / N"),
         ("weights too", "(2 + 2 + 12) n / N"),
     )
-    return [(what, text, sum(states(paper, billions, zero, ranks))) for zero, (what, text) in enumerate(formulas)]
+    return [(what, text, sum(states(ZERO_PAPER, billions, zero, ranks))) for zero, (what, text) in enumerate(formulas)]
 
 
 def course_text() -> str:
@@ -132,15 +134,14 @@ def course_text() -> str:
 
 def explain_text(job: Job) -> str:
     """Every term of a job's memory, with its formula and the numbers put in."""
-    stack = find_stack(job.stack)
-    blocks = stages_of_job(job, stack).blocks
+    blocks = stages_of_job(job).blocks
     memories = estimate_memory(job)
     lines = [f"{job.model.name} on {job.layout}, {job.machine.name}: what a rank holds at its fullest moment"]
     for memory in memories:
         if len(memories) > 1:
             lines += ["", f"pipeline rank {memory.stage + 1} of {job.layout.pp}"]
         own = blocks[memory.stage]
-        lines += [f"  {name:15}{value / GB:10.3f} GB  {how}" for name, value, how in _terms(job, stack, memory, own)]
+        lines += [f"  {name:15}{value / GB:10.3f} GB  {how}" for name, value, how in _terms(job, memory, own)]
         total = memory.total / GB
         low, high = total * (1 - memory.band), total * (1 + memory.band)
         lines.append(f"  {'sum':15}{total:10.3f} GB  between {low:.3g} and {high:.3g} ({memory.band:.0%} either way)")
@@ -150,7 +151,8 @@ def explain_text(job: Job) -> str:
     return "\n".join(lines)
 
 
-def _terms(job: Job, stack: Stack, memory: Memory, blocks: int) -> list[tuple[str, float, str]]:
+def _terms(job: Job, memory: Memory, blocks: int) -> list[tuple[str, float, str]]:
+    stack = job.stack
     layout = job.layout
     shards = layout.fsdp * (layout.cp if stack.shards_over_context else 1)
     count = memory.optimizer / stack.optimizer * (shards if job.effective_zero else 1)
@@ -181,7 +183,7 @@ def _terms(job: Job, stack: Stack, memory: Memory, blocks: int) -> list[tuple[st
         (
             "logits",
             memory.logits,
-            f"up to {logit_bytes(job, stack):g} bytes a logit while the loss is gone back through",
+            f"up to {logit_bytes(job):g} bytes a logit while the loss is gone back through",
         ),
         ("communication", memory.communication, _communication(job)),
         (

@@ -21,6 +21,7 @@ from lockstep.config.schema import NumericsConfig
 from lockstep.errors import UserError
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
+from lockstep.planner.cost.stack import LOCKSTEP
 
 if TYPE_CHECKING:
     from lockstep.planner.trace.dry_run import Training
@@ -121,7 +122,7 @@ def refuse_untraceable(job: Job, has_module: bool) -> None:
         (job.recompute == "selective", "recompute = selective, which Lockstep does not have"),
         (job.precision in ("fp8", "fp4"), f"precision = {job.precision}, which Lockstep does not have"),
         (job.compiled, "compiled blocks, whose memory only the compiler knows"),
-        (job.stack != "lockstep", f"the stack {job.stack}, whose wrapping is not here"),
+        (job.stack is not LOCKSTEP, f"the stack {job.stack.name}, whose wrapping is not here"),
         (job.layout.fsdp > 1 and job.zero == 0, "zero = 0 with an fsdp axis, which shards at least the optimizer"),
     ):
         if is_asked:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
+from benchmarks.stacks import find_stack
 from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
@@ -29,7 +30,7 @@ Row = Mapping[str, str]
 COLUMNS = ("id", "model", "layers", "hidden", "seq_len", "gpu", "n_gpus", "tp", "pp", "micro_batch", "global_batch")
 """What a table must have; the others may be missing."""
 
-STACKS = (
+SOURCES = (
     ("torchtitan", "torchtitan"),
     ("llm-foundry", "composer"),
     ("nanotron", "nanotron"),
@@ -160,7 +161,7 @@ def _job(row: Row, assumed: list[str]) -> Job:
         async_tensor=_async_tensor(row, stack),
         flash="flash" in attention and "no flash" not in attention,
         compiled=row.get("compile") == "y",
-        stack=stack,
+        stack=find_stack(stack),
     )
 
 
@@ -277,7 +278,7 @@ def _async_tensor(row: Row, stack: str) -> bool:
 
 def _stack(row: Row) -> str:
     source = f"{row.get('source', '')} {row.get('family', '')} {row['id']}".lower()
-    stack = next((stack for word, stack in STACKS if word in source), "megatron")
+    stack = next((stack for word, stack in SOURCES if word in source), "megatron")
     return f"{stack}-2025" if stack == "torchtitan" and "2025" in source else stack
 
 
