@@ -113,7 +113,7 @@ def test_the_results_are_out_before_a_chart_is_written(tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise UserError("the disk is full", "make room")
 
-    monkeypatch.setattr("lockstep.cli.options.write_output", full)
+    monkeypatch.setattr("lockstep.cli.compare.write_output", full)
     code, told, _ = compare(tmp_path, monkeypatch, {"single": [2.0] * 2, "dp=2": [2.0] * 2}, "--chart", "speed.svg")
     assert (code, told["ok"]) == (2, True)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import check_output, complain, open_terminal, say, write_output
 from lockstep.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -59,20 +60,16 @@ def bench_command(
 
     Exit code 1: a link gives less than half of what the others give, or of what it should give.
     """
-    from rich.console import Console as Terminal
-
     from lockstep.config.cluster import find_cluster
     from lockstep.launch.meeting import meet
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import Layout
 
-    terminal = Terminal(stderr=as_json, highlight=False)
-    if device not in (None, "cpu", "cuda"):
-        raise UserError(f"--device {device} is not a device", "use cpu or cuda")
+    terminal = open_terminal(as_json)
     profile = find_cluster(cluster) if cluster else None
     chosen = _collectives(collectives)
-    opt.check_output("--chart", chart, ".svg")
-    opt.check_output("--output", output, ".json")
+    check_output("--chart", chart, ".svg")
+    check_output("--output", output, ".json")
     if sizes:
         parse_sizes(sizes)
     found_nodes = find_nodes(nodes, node_rank, head, resume="auto")
@@ -280,7 +277,7 @@ def _measure(work: Work, count: int, meeting: Meeting, results: Results, termina
     text = f"rank {trouble.rank} on {socket.gethostname()}: {trouble.trouble}\n{trouble.log}"
     if meeting.nodes > 1 and CONSEQUENCE.search(trouble.trouble):
         text = f"rank {trouble.rank} on {socket.gethostname()} has lost a rank of another node: see what that one says"
-    print(f"lockstep: {text.rstrip()}", file=sys.stderr)
+    complain(f"{text.rstrip()}")
     return 1
 
 
@@ -291,7 +288,7 @@ def _end_alike(meeting: Meeting, code: int) -> int:
     with suppress(RuntimeError):  # the head is gone, and its store with it
         if (said := meeting.from_head("exit code", code, SECONDS_TO_END)) is not None:
             return int(said)
-    print("lockstep: node 0 has not said how it ended", file=sys.stderr)
+    complain("node 0 has not said how it ended")
     return 1
 
 
@@ -308,19 +305,19 @@ def _finish(
     show_pairs(bench.pairs, bench.nodes, bench.hosts, results.expected(), terminal)
     terminal.print()
     for finding in bench.findings:
-        terminal.print(finding.evidence, style="bold red", markup=False, soft_wrap=True)
-        terminal.print(f"  fix: {finding.fix}", markup=False, soft_wrap=True)
+        say(terminal, finding.evidence, style="bold red")
+        say(terminal, f"  fix: {finding.fix}")
     if bench.pairs and not bench.findings:
         terminal.print("no link is far below the others, or below what it should give", style="green")
-    terminal.print(_keep(bench), markup=False, soft_wrap=True)
+    say(terminal, _keep(bench))
     if as_json:
         print(bench.model_dump_json(), flush=True)
     if output:
         write_bench(bench, output)
-        terminal.print(f"results: {output}", markup=False, soft_wrap=True)
+        say(terminal, f"results: {output}")
     for path, drawing in draw_charts(bench, chart).items() if chart else ():
-        opt.write_output(path, drawing)
-        terminal.print(f"chart: {path}", markup=False, soft_wrap=True)
+        write_output(path, drawing)
+        say(terminal, f"chart: {path}")
     return 1 if bench.findings else 0
 
 

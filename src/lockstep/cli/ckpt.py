@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, complain, open_terminal, plain_table
 from lockstep.errors import UserError
 from lockstep.text.units import bytes_text
 
@@ -25,17 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Run = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
 Step = Annotated[str, typer.Option(help="Which of a run's checkpoints: a number, best or last.")]
 DTYPES = ("fp32", "bf16", "fp16")
 
 
 @app.command("ls")
-def ls_command(run: Run, as_json: opt.Json = False) -> int:
+def ls_command(run: opt.Run, as_json: opt.Json = False) -> int:
     """List the checkpoints of a run: step, time, size, layout, and whether they look whole."""
-    from rich.console import Console as Terminal
-    from rich.table import Table
-
     from lockstep.checkpoint.disk.format import DamageError, open_checkpoint, shown, step_folder
     from lockstep.checkpoint.disk.pick import run_steps
 
@@ -56,9 +51,9 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
             row |= {"emergency": None}
         rows.append(row)
     if as_json:
-        print(json.dumps({"run": str(run), "checkpoints": rows}, allow_nan=False))
+        answer({"run": str(run), "checkpoints": rows})
         return 0
-    table = Table("step", "saved", "size", "layout", "loss", "verdict", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("step", "saved", "size", "layout", "loss", "verdict")
     for row in rows:
         verdict = f"damaged: {row['problem']}" if row["problem"] else "whole, the best" if row["best"] else "whole"
         if row["emergency"]:
@@ -66,7 +61,7 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
         loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
         size = "" if row["bytes"] is None else bytes_text(row["bytes"])
         table.add_row(str(row["step"]), _when(row["time"]), size, row["layout"] or "", loss, verdict)
-    terminal = Terminal(highlight=False)
+    terminal = open_terminal()
     terminal.print(table)
     terminal.print(
         f"\nby indices and sizes; lockstep ckpt verify {shlex.quote(str(run))} reads everything", soft_wrap=True
@@ -75,7 +70,7 @@ def ls_command(run: Run, as_json: opt.Json = False) -> int:
 
 
 @app.command("verify")
-def verify_command(run: Run, as_json: opt.Json = False) -> int:
+def verify_command(run: opt.Run, as_json: opt.Json = False) -> int:
     """Read every byte of a checkpoint, or of all of a run's, and check it; exit 1 names the bad file."""
     from lockstep.checkpoint.disk.files import verify_checkpoint
     from lockstep.checkpoint.disk.format import DamageError, is_checkpoint, step_folder
@@ -97,11 +92,11 @@ def verify_command(run: Run, as_json: opt.Json = False) -> int:
             if not as_json:
                 print(f"{folder.name}: damaged, {error}")
     if as_json:
-        print(json.dumps({"run": str(run), "checkpoints": results}))
+        answer({"run": str(run), "checkpoints": results})
     bad = [one for one in results if one["problem"]]
     if bad:
         what = f"{len(bad)} of {len(results)} checkpoints are" if len(results) > 1 else "the checkpoint is"
-        print(f"lockstep: {what} damaged: {bad[0]['folder']}: {bad[0]['problem']}", file=sys.stderr)
+        complain(f"{what} damaged: {bad[0]['folder']}: {bad[0]['problem']}")
     return 1 if bad else 0
 
 
@@ -113,9 +108,6 @@ def diff_command(
     as_json: opt.Json = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit 1 when they differ."""
-    from rich.console import Console as Terminal
-    from rich.table import Table
-
     from lockstep.checkpoint.disk.diff import compare
     from lockstep.checkpoint.disk.format import shown
     from lockstep.checkpoint.disk.pick import pick
@@ -125,11 +117,11 @@ def diff_command(
     differing = [row for row in found if row.what != "equal"]
     if as_json:
         rows = [{"name": row.name, "what": row.what, "largest": row.largest, "relative": row.relative} for row in found]
-        print(json.dumps({"a": str(one.folder), "b": str(other.folder), "tensors": rows}, allow_nan=False))
+        answer({"a": str(one.folder), "b": str(other.folder), "tensors": rows})
         return 1 if differing else 0
-    terminal = Terminal(highlight=False)
+    terminal = open_terminal()
     if differing:
-        table = Table("tensor", "", "largest", "relative", box=None, header_style="bold", pad_edge=False)
+        table = plain_table("tensor", "", "largest", "relative")
         for row in differing:
             numbers = ["" if number is None else f"{number:.3g}" for number in (row.largest, row.relative)]
             table.add_row(shown(row.name), row.what, *numbers)
@@ -142,7 +134,7 @@ def diff_command(
 
 @app.command("export")
 def export_command(
-    run: Run,
+    run: opt.Run,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="NAME.safetensors, NAME.pt, or a folder for shards with an index.")
     ],
@@ -162,13 +154,11 @@ def export_command(
     try:
         files = export(checkpoint, output, optimizer=optimizer, shard_bytes=shard_bytes)
     except DamageError as error:
-        print(f"lockstep: {checkpoint.folder} is damaged: {error}; nothing was exported", file=sys.stderr)
+        complain(f"{checkpoint.folder} is damaged: {error}; nothing was exported")
         return 1
     total = sum(path.stat().st_size for path in files)
     if as_json:
-        print(
-            json.dumps({"checkpoint": str(checkpoint.folder), "files": [str(path) for path in files], "bytes": total})
-        )
+        answer({"checkpoint": str(checkpoint.folder), "files": [str(path) for path in files], "bytes": total})
     else:
         what = output if len(files) == 1 else f"{len(files)} files in {output}"
         tensors = f"{len(checkpoint.index.state_dict)} tensors, {bytes_text(total)}"
@@ -196,7 +186,7 @@ def import_command(
     kinds = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
     folder, foreign = import_weights(source, run, kinds[dtype] if dtype else None)
     if as_json:
-        print(json.dumps({"checkpoint": str(folder), "tensors": list(foreign.shapes), "left_out": foreign.left_out}))
+        answer({"checkpoint": str(folder), "tensors": list(foreign.shapes), "left_out": foreign.left_out})
         return 0
     print(f"{len(foreign.shapes)} tensors of {source} are now {folder}")
     if foreign.left_out:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, check_output, complain, open_terminal, say, write_output
 from lockstep.cli.short_runs import launch_in
 from lockstep.errors import UserError
 
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 
 
 def compare_command(
-    what: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")
-    ] = None,
+    what: opt.Recipe = None,
     layouts: Annotated[
         str | None, typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2; naive-mp".')
     ] = None,
@@ -56,13 +53,12 @@ def compare_command(
 ) -> int:
     """Train a few steps under every layout, in turns, and print time, speed-up, efficiency, memory and waiting."""
     import psutil
-    from rich.console import Console as Terminal
 
     from lockstep.compare.table import Machine
 
-    terminal = Terminal(stderr=as_json, highlight=False)
-    opt.check_output("--chart", chart, ".svg")
-    opt.check_output("--page", page, ".html")
+    terminal = open_terminal(as_json)
+    check_output("--chart", chart, ".svg")
+    check_output("--page", page, ".html")
     told = opt.given(device=device, share_gpu=share_gpu, batch_per_device=batch_per_device)
     entrants, chosen = _entrants(what, layouts, {**told, "steps": steps}, set_ or [])
     cores = len(os.sched_getaffinity(0))
@@ -164,7 +160,7 @@ def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal)
                 return found
             if outcome.code:
                 found.failures[name] = outcome.text or f"exit code {outcome.code}"
-                terminal.print(f"{name}: failed: {found.failures[name]}", style="red", markup=False, soft_wrap=True)
+                say(terminal, f"{name}: failed: {found.failures[name]}", style="red")
                 continue
             timed = read_run(read_events(folder / "events.jsonl"), contender.is_baseline)
             found.runs.setdefault(name, []).append(timed)
@@ -224,16 +220,16 @@ def _finish(
     show_table(comparison, terminal)
     code = stopped or int(any(row.failure or row.same_loss is False for row in comparison.rows))
     if as_json:
-        print(json.dumps({"ok": code == 0, **to_json(comparison)}, allow_nan=False), flush=True)
+        answer({"ok": code == 0, **to_json(comparison)})
     elif code == 130:
-        print("lockstep: interrupted; the table has what was measured so far", file=sys.stderr)
+        complain("interrupted; the table has what was measured so far")
     if chart is not None:
-        opt.write_output(chart, draw_chart(comparison))
+        write_output(chart, draw_chart(comparison))
         terminal.print(f"speed-ups drawn in {chart}", markup=False)
     if page is not None:
         from lockstep.page.html import page_html
         from lockstep.page.sections.compared import comparison_page
 
-        opt.write_output(page, page_html(comparison_page(comparison, time.time())))
+        write_output(page, page_html(comparison_page(comparison, time.time())))
         terminal.print(f"the page is {page}", markup=False)
     return code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, open_terminal, say
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,16 +36,12 @@ def doctor_command(
 
     Exit code 0: fit to train; 1: something is named that is not.
     """
-    from rich.console import Console as Terminal
-
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import Layout
     from lockstep.runtime.rank_env import expand_hostlist
     from lockstep.runtime.slurm_env import find_allocation
 
-    terminal = Terminal(stderr=as_json, highlight=False)
-    if device not in (None, "cpu", "cuda"):
-        raise UserError(f"--device {device} is not a device", "use cpu or cuda")
+    terminal = open_terminal(as_json)
     count, chosen, _ = opt.processes(nproc, device or "auto", bool(share_gpu))
     where = find_nodes(nodes, node_rank, head, "auto")
     if where.least != where.most:
@@ -68,7 +64,7 @@ def doctor_command(
         report = examine(where, names, asked, show)
     if where.is_head or not report.nodes:  # a node that does not reach the head speaks for itself
         if as_json:
-            print(json.dumps(_as_json(report)))
+            answer(_as_json(report))
         else:
             _show(report, terminal)
     return 0 if report.is_fit else 1
@@ -84,7 +80,7 @@ def _show(report: Report, terminal: Terminal) -> None:
     from lockstep.links.topology import draw
 
     for node in report.nodes:
-        terminal.print("\n".join(draw(node)), markup=False, soft_wrap=True)
+        say(terminal, "\n".join(draw(node)))
         terminal.print()
     several = len(report.nodes) > 1
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

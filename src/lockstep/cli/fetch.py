@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def fetch_command(
         is_new = _fetch(sets.mirrored(dataset, from_) if from_ else dataset, as_json)
         folder, size = sets.folder_of(dataset, sets.cache_folder()), dataset.size
         if as_json:
-            print(json.dumps({"name": dataset.name, "folder": str(folder), "bytes": size, "downloaded": is_new}))
+            answer({"name": dataset.name, "folder": str(folder), "bytes": size, "downloaded": is_new})
         else:
             state = "is now" if is_new else "was already"
             print(f"{dataset.name} {state} in {folder}, every digest right ({_mb(size)})")
@@ -80,7 +80,7 @@ def _list_sets(as_json: bool) -> None:
         for dataset in sets.SETS.values()
     ]
     if as_json:
-        print(json.dumps(rows))
+        answer(rows)
         return
     print(f"cache folder: {cache} ({sets.CACHE} names another)")
     for dataset, row in zip(sets.SETS.values(), rows, strict=True):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer
 
 
 def generate_command(
-    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    run: opt.Run,
     text: Annotated[str, typer.Argument(help="What the model goes on from.")],
     length: Annotated[int, typer.Option(help="How much to generate: bytes, for the recipe lm.")] = 200,
     temperature: Annotated[float, typer.Option(help="Lower is safer, higher is livelier.")] = 0.7,
@@ -24,5 +23,8 @@ def generate_command(
     from lockstep.load_run import generate
 
     made = generate(run, text, length=length, temperature=temperature, seed=seed, step=step)
-    print(json.dumps({"run": str(run), "prompt": text, "text": made}) if as_json else text + made)
+    if as_json:
+        answer({"run": str(run), "prompt": text, "text": made})
+    else:
+        print(text + made)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, open_terminal, plain_table, say
 from lockstep.errors import UserError
 
 
@@ -36,9 +36,6 @@ def jobs_command(
     as_json: opt.Json = False,
 ) -> int:
     """List my runs with their jobs; the newest last. How a job ended is written into its run's events."""
-    from rich.console import Console as Terminal
-    from rich.table import Table
-
     from lockstep.record.folder import EVENTS, lost_lines
 
     folders = runs or [Path("runs")]
@@ -50,15 +47,13 @@ def jobs_command(
         key=lambda line: line.changed,
     )
     if as_json:
-        print(json.dumps([asdict(line) for line in found]))
+        answer([asdict(line) for line in found])
         return 0
-    terminal = Terminal(highlight=False)
+    terminal = open_terminal()
     if not found:
         terminal.print(f"no runs in {', '.join(map(str, folders))}")
         return 0
-    table = Table(
-        "run", "state", "step", "loss", "starts", "job", "changed", box=None, header_style="bold", pad_edge=False
-    )
+    table = plain_table("run", "state", "step", "loss", "starts", "job", "changed")
     for line in found:
         done = f"{line.step or 0}/{line.total_steps}" if line.total_steps else str(line.step or 0)
         loss = "" if line.loss is None else f"{line.loss:.4g}"
@@ -67,7 +62,7 @@ def jobs_command(
     terminal.print(table)
     for line in found:
         if line.lost:
-            terminal.print(f"{line.run}: {lost_lines(line.lost)}", style="yellow", markup=False, soft_wrap=True)
+            say(terminal, f"{line.run}: {lost_lines(line.lost)}", style="yellow")
     return 0
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, check_output, complain, open_terminal, plain_table, write_output
 from lockstep.errors import UserError
 from lockstep.text.units import bytes_text
 
@@ -112,13 +111,11 @@ def _unless_a_rank_fails(show: Callable[[], int]) -> int:
     try:
         return show()
     except RankFailedError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        complain(f"{error}")
         return 1
 
 
 def _show_collective(asked: Asked) -> int:
-    from rich.console import Console as Terminal
-
     from lockstep.lab.collectives import check_ranks
     from lockstep.links.cost import ALGORITHMS, check_algorithm
 
@@ -127,12 +124,12 @@ def _show_collective(asked: Asked) -> int:
         check_algorithm(asked.collective, asked.algorithm, asked.ranks)
     algorithms, left_out = _possible(asked.collective, asked.ranks)
     chosen = asked.algorithm or ALGORITHMS[asked.collective][0]
-    opt.check_output("--draw", asked.draw, ".svg")
+    check_output("--draw", asked.draw, ".svg")
 
     from lockstep.lab.collectives import show
     from lockstep.lab.draw_collective import as_svg, in_terminal
 
-    terminal = Terminal(stderr=asked.as_json, highlight=False)
+    terminal = open_terminal(asked.as_json)
     everything = show(asked.collective, [asked.algorithm] if asked.algorithm else algorithms, asked.ranks, asked.ranks)
     (drawn,) = (one for one in everything if one.algorithm == chosen)
     if asked.elements not in (None, asked.ranks):
@@ -147,7 +144,7 @@ def _show_collective(asked: Asked) -> int:
     for line in (*(left_out if asked.algorithm is None else ()), *([why_not] if why_not else ())):
         terminal.print(line, style="dim", soft_wrap=True)
     if asked.as_json:
-        print(json.dumps(_as_json(asked, rows, measured, why_not, drawn), allow_nan=False))
+        answer(_as_json(asked, rows, measured, why_not, drawn))
     return 0 if all(one.agrees for one in everything) else 1
 
 
@@ -226,13 +223,11 @@ def _rows(asked: Asked, everything: list[Shown], measured: Measured | None) -> l
 
 
 def _show_times(asked: Asked, rows: list[dict[str, Any]], measured: Measured | None, terminal: Terminal) -> None:
-    from rich.table import Table
-
     alpha = f", {1e6 * measured.link.alpha:.0f} µs a message (measured)" if measured else ""
     on = f"{asked.ranks} rank{'s' if asked.ranks > 1 else ''}"
     about = f"{bytes_text(asked.size)} on {on}, {bytes_text(asked.bytes_per_second)}/s each way"
     terminal.print(f"\n{about}{alpha}", style="bold")
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = plain_table()
     table.add_column("algorithm")
     for name in ("rounds", "messages", "busiest sends", "predicted", *(("measured", "") if measured else ())):
         table.add_column(name, justify="right")
@@ -280,7 +275,7 @@ def _parse_rate(text: str) -> float:
 def _write(draw: Path | None, picture: str, terminal: Terminal) -> None:
     if draw is None:
         return
-    opt.write_output(draw, picture)
+    write_output(draw, picture)
     terminal.print(f"\ndrawn in {draw}", soft_wrap=True)
 
 
@@ -294,15 +289,13 @@ def pipeline_command(
     as_json: opt.Json = False,
 ) -> int:
     """Who does what when: the timetable that a pipeline runs by, its bubble, and what is in flight."""
-    from rich.console import Console as Terminal
-
     from lockstep.lab.draw_pipeline import as_svg, in_terminal
     from lockstep.lab.pipeline import play
     from lockstep.parallel.pipeline.timetable import ONE_STAGE
 
-    opt.check_output("--draw", draw, ".svg")
+    check_output("--draw", draw, ".svg")
     played = play(schedule, stages, per_rank or (1 if schedule in ONE_STAGE else 2), micro_batches)  # type: ignore[arg-type]
-    terminal = Terminal(stderr=as_json, highlight=False)
+    terminal = open_terminal(as_json)
     for part in in_terminal(played, terminal.width, terminal.is_terminal):
         terminal.print(part, soft_wrap=True)
     if as_json:
@@ -314,9 +307,7 @@ def pipeline_command(
             {"rank": rank, "bubble": played.bubble(rank), "in_flight": played.in_flight(rank), "actions": lane}
             for rank, lane in enumerate(lanes)
         ]
-        print(
-            json.dumps({"schedule": schedule, "length": played.length, "bubble": played.whole_bubble, "ranks": ranks})
-        )
+        answer({"schedule": schedule, "length": played.length, "bubble": played.whole_bubble, "ranks": ranks})
     _write(draw, as_svg(played), terminal)
     return 0
 
@@ -338,17 +329,15 @@ for _topic, _about in {
 
 
 def _show_layout(topic: Topic, ranks: int, draw: Path | None, as_json: bool) -> int:
-    from rich.console import Console as Terminal
-
     from lockstep.lab.draw_layout import as_svg, in_terminal
     from lockstep.lab.layouts import hold
 
-    opt.check_output("--draw", draw, ".svg")
+    check_output("--draw", draw, ".svg")
     held = hold(topic, ranks)
-    terminal = Terminal(stderr=as_json, highlight=False)
+    terminal = open_terminal(as_json)
     for part in in_terminal(held):
         terminal.print(part, soft_wrap=True)
     if as_json:
-        print(json.dumps(asdict(held), allow_nan=False))
+        answer(asdict(held))
     _write(draw, as_svg(held), terminal)
     return 0

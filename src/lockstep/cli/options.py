@@ -1,26 +1,18 @@
-"""Options that mean the same in every command, the config values they make, and how commands answer."""
+"""Options that mean the same in every command, each declared once, and the layer of config values they make."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.errors import UserError, nearest, reason
+from lockstep.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console as Terminal
-
-    from lockstep.config.schema import LaunchConfig, Layer
-    from lockstep.launch.nodes import Nodes as NodesOfRun
-    from lockstep.record.folder import RunFolder
+    from lockstep.config.schema import Layer
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
 Nodes = Annotated[str | None, typer.Option(help="Nodes of the run, 2 or 3:4 (at least 3); start it on each of them.")]
@@ -44,11 +36,48 @@ ProfileRanks = Annotated[str | None, typer.Option(help="Ranks that record it: 0,
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda when there is a GPU.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout, text for people on stderr.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Resolve, check and print; start nothing, write nothing.")]
+Recipe = Annotated[str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")]
+Run = Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")]
+
+_LAUNCH: dict[str, Any] = {"layout": Layout, "nproc": Nproc, "nodes": Nodes, "node_rank": NodeRank, "head": Head}
+_LAUNCH |= {"restarts": Restarts, "on_oom": OnOom, "max_time": MaxTime, "steps": Steps, "profile": Profile}
+_LAUNCH |= {"profile_ranks": ProfileRanks, "set_": Set, "name": Name, "run_dir": RunDir, "resume": Resume}
+_LAUNCH |= {"accept": Accept, "device": Device, "share_gpu": ShareGpu, "dry_run": DryRun, "as_json": Json}
+"""What `train` and `run` take, in the order of their help."""
+_DEFAULTS = {"resume": "auto", "dry_run": False, "as_json": False}
+_SETTINGS = ["layout", "nproc", "steps", "name", "device", "share_gpu", "restarts", "on_oom", "max_time"]
+_SETTINGS += ["profile", "profile_ranks"]
+"""Those of them that are values of the config."""
+
+
+def takes_launch_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options of every launch, as `**launch`; its own keyword-only ones stand after them."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())
+    first, last = ([one for one in own if one.kind is kind] for kind in (own[0].kind, inspect.Parameter.KEYWORD_ONLY))
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=option)
+        for name, option in _LAUNCH.items()
+    ]
+    vars(command)["__signature__"] = inspect.Signature([*first, *shared, *last])
+    return command
+
+
+def settings_in(launch: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    """The values of the config among the options of a launch that the user really gave."""
+    return given(**{key: launch[key] for key in _SETTINGS if key not in left_out})
 
 
 def given(**options: Any) -> dict[str, Any]:
     """The options the user really gave."""
     return {key: value for key, value in options.items() if value is not None}
+
+
+def config_layers(what: str | None, told: dict[str, Any], assigned: list[str]) -> list[Layer]:
+    """What a user says of a training: by naming a recipe or a TOML file, by options, and by `--set`."""
+    from lockstep.config.schema import Layer, parse_assignments
+
+    return [*named_layer(what), Layer("the command line", told), Layer("--set", parse_assignments(assigned))]
 
 
 def named_layer(what: str | None) -> list[Layer]:
@@ -99,32 +128,12 @@ def parse_size(text: str) -> int:
     return count
 
 
-def check_output(option: str, path: Path | None, suffix: str) -> None:
-    """Refuse a file that cannot be written before there is anything to write."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{option} {path} is a folder", f"name a file in it, as in {path / f'name{suffix}'}")
-    if path.suffix != suffix:
-        raise UserError(f"{option} {path} is not a {suffix} file", f"call it {path.with_suffix(suffix)}")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path} would be in a folder that is not there", f"make {path.parent} first")
-    if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
-        raise UserError(f"{option} {path} cannot be written", "name a file in a folder of your own")
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write a file that `check_output` had nothing against; a disk may be full all the same."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({reason(error)})", "name a file somewhere else") from None
-
-
 def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str, str | None]:
     """How many processes to start, on which device, and one line when GPUs are visible but unused."""
     from lockstep.runtime.device import visible_gpus
 
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device} is not a device", "use cpu or cuda")
     gpus = visible_gpus()
     if device == "cuda" and gpus == 0:
         raise UserError(
@@ -143,130 +152,3 @@ def processes(nproc: int | None, device: str, share_gpu: bool) -> tuple[int, str
         unused = f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible and {used or 'none'} used: "
         unused += f"--nproc {gpus} uses all" if chosen == "cuda" else "leave --device cpu out to use GPUs"
     return count, chosen, unused
-
-
-def is_done(run_dir: Path | None) -> bool:
-    """Whether this is a later start of a job whose run is finished, by a start that Slurm had lost sight of."""
-    from lockstep.record.folder import look_back
-    from lockstep.runtime.slurm_env import find_allocation
-
-    job = find_allocation()
-    return run_dir is not None and job is not None and job.restart > 0 and look_back(run_dir).kind == "end"
-
-
-def check_resume(resume: str, folder: RunFolder) -> None:
-    """`--resume` is auto, never or a whole checkpoint; one that only began the run may be gone since."""
-    from lockstep.checkpoint.disk.format import steps_on_disk
-
-    if resume not in ("auto", "never") and not (folder.continues and steps_on_disk(folder.path)):
-        from lockstep.checkpoint.resume import given_checkpoint
-
-        given_checkpoint(Path(resume))
-
-
-def print_plan(
-    config: LaunchConfig,
-    origin: Mapping[str, str],
-    folder: RunFolder,
-    terminal: Terminal,
-    as_json: bool,
-    **more: Mapping[str, str],
-) -> None:
-    """What `--dry-run` shows: every value, where it came from, and which run it would be; `more` goes into its JSON."""
-    from rich.table import Table
-
-    from lockstep.config.schema import flatten
-
-    values = dict(flatten(config.model_dump(mode="json")))
-    if as_json:
-        plan = {key: {"value": value, "from": origin.get(key, "default")} for key, value in values.items()}
-        print(json.dumps({"run": str(folder.path), "continues": folder.continues, "config": plan, **more}))
-        return
-    table = Table("key", "value", "from", box=None, header_style="bold", pad_edge=False)
-    for key, value in values.items():
-        table.add_row(key, "unset" if value is None else str(value), origin.get(key, "default"))
-    terminal.print(table)
-    terminal.print(f"\nwould be: {folder.announce()}; nothing was started or written")
-
-
-def train_in(
-    folder: RunFolder,
-    config: LaunchConfig,
-    worker: list[str],
-    terminal: Terminal,
-    *,
-    told: dict[str, Any],
-    resume: str,
-    unused_gpus: str | None,
-    nodes: NodesOfRun,
-    on_oom: str,
-) -> int:
-    """Create the run folder, launch the workers, show the run to its end; returns the exit code."""
-    from lockstep.launch.follow_job import note_start
-    from lockstep.launch.local import launch
-    from lockstep.launch.nodes import settle_head
-    from lockstep.page.reading.reader import RunReader
-    from lockstep.page.report import leave_report
-    from lockstep.record.folder import EXIT_CODE, create_folder, hold, is_held, take_back
-    from lockstep.runtime import stop_signals
-    from lockstep.runtime.slurm_env import find_allocation
-    from lockstep.sinks.closing import show_closing
-    from lockstep.sinks.console import Console
-
-    made = create_folder(folder, config) if nodes.is_head else []
-    nodes = settle_head(nodes, folder.path)
-    assert config.nproc is not None
-    with hold(folder.path) if nodes.is_head else nullcontext() as lock:
-        if nodes.is_head:
-            note_start(folder)
-        if nodes.speaks:
-            terminal.print(folder.announce(), soft_wrap=True)
-            if unused_gpus:
-                terminal.print(unused_gpus, style="yellow", soft_wrap=True)
-        console = Console(terminal)
-        try:
-            outcome = launch(
-                worker,
-                config.nproc,
-                folder,
-                console,
-                options=told,
-                resume=resume,
-                nodes=nodes,
-                restarts=config.restarts,
-                on_oom=config.on_oom or on_oom,
-                is_ours=partial(is_held, folder.path, lock) if lock else None,
-            )
-            stop_signals.ignore()  # its code is known
-        finally:
-            console.close()
-        is_ours = lock is not None and is_held(folder.path, lock)
-        if is_ours and find_allocation():
-            (folder.path / EXIT_CODE).write_text(str(outcome.code), encoding="ascii")
-    reader = RunReader(folder.path) if folder.events.exists() else None  # of both: a long log is read once
-    missing = leave_report(folder.path, reader) if is_ours and outcome.code != 2 and reader else ""
-    if outcome.code != 2 and nodes.speaks:
-        show_closing(folder.path, terminal, reader, has_report=not missing)
-    if missing:
-        terminal.print(missing, markup=False, soft_wrap=True)
-    if outcome.code == 2 and nodes.is_head:
-        take_back(folder, made)
-    if outcome.text:
-        log = f"\n  log: {outcome.log}" if outcome.log else ""
-        print(f"lockstep: {outcome.text}{outcome.more}{log}", file=sys.stderr)
-    return outcome.code
-
-
-def result(folder: RunFolder, code: int) -> dict[str, Any]:
-    """What `--json` prints of a run: where it is, how it ended, its last scores."""
-    from lockstep.record.log import read_events, without_non_finite
-
-    result: dict[str, Any] = {"run": str(folder.path), "exit": code}
-    last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}
-    if "end" in last:
-        wanted = ("step", "loss", "best_loss", "best_step", "metrics", "seconds")
-        result |= {key: last["end"][key] for key in wanted}
-    if "test" in last:
-        result["test"] = {key: last["test"][key] for key in ("step", "loss", "metrics", "samples")}
-    finite: dict[str, Any] = without_non_finite(result)
-    return finite

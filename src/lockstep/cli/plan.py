@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, check_output, open_terminal, say, write_output
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,12 +78,10 @@ def plan_command(
 
     Exit code 0: it fits. 1: it does not, or is too close to say.
     """
-    from rich.console import Console as Terminal
-
     from lockstep.planner.search.request import Typed, check_choice, read_request
 
-    terminal = Terminal(stderr=as_json, highlight=False)
-    opt.check_output("--chart", chart, ".svg")
+    terminal = open_terminal(as_json)
+    check_output("--chart", chart, ".svg")
     check_choice("--recompute", recompute, ("none", "full"))
     _check_amount("--tokens", tokens, "say how many, as in --tokens 1e12")
     _check_amount("--save-seconds", save_seconds, "give seconds above 0")
@@ -163,7 +161,7 @@ def _plan_one(
     if trace:
         result["trace"] = _trace(job, build, terminal)
     if as_json:
-        print(json.dumps(result, allow_nan=False), flush=True)
+        answer(result)
     return 0 if says == "fits" else 1
 
 
@@ -211,7 +209,7 @@ def _search(
     from lockstep.planner.show.search_table import draw_front, show_enough, show_found, show_front, show_nothing
 
     found = search(request.base, request.world_size, request.asked)
-    terminal.print(title(request.base, request.world_size), markup=False, soft_wrap=True)
+    say(terminal, title(request.base, request.world_size))
     remarks = list(request.remarks)
     result: dict[str, Any] = {
         **plan_json(request.base, request.world_size),
@@ -238,10 +236,10 @@ def _search(
     if explain and found.best_or_least is not None:
         _explain(found.best_or_least, terminal)
     if chart is not None:
-        opt.write_output(chart, draw_front(found, f"{request.base.model.name} on {request.world_size:,} GPUs"))
-        terminal.print(f"front drawn in {chart}", markup=False, soft_wrap=True)
+        write_output(chart, draw_front(found, f"{request.base.model.name} on {request.world_size:,} GPUs"))
+        say(terminal, f"front drawn in {chart}")
     if as_json:
-        print(json.dumps({**result, "remarks": remarks}, allow_nan=False), flush=True)
+        answer({**result, "remarks": remarks})
     return 0 if found.fitting else 1
 
 
@@ -250,7 +248,7 @@ def _explain(job: Job, terminal: Terminal) -> None:
     from lockstep.planner.show.terms import course_text, explain_text
 
     for text in (explain_text(job), course_text()):
-        terminal.print(f"\n{text}", markup=False, soft_wrap=True)
+        say(terminal, f"\n{text}")
 
 
 def _traceable(request: Request, job: Job) -> Callable[[], Training] | None:
@@ -274,7 +272,7 @@ def _trace(job: Job, build: Callable[[], Training] | None, terminal: Terminal) -
     with terminal.status("cutting the model and running a step without data"):
         traced = trace_memory(job, build)
     terminal.print("\nformulas beside the real model, cut for real and run without data", style="bold")
-    terminal.print(cross_check_text(cross_check(traced, estimate_memory(job))), markup=False, soft_wrap=True)
+    say(terminal, cross_check_text(cross_check(traced, estimate_memory(job))))
     terminal.print(
         f"fullest in the {traced.moment} of rank {traced.rank}; found in {traced.seconds:.1f} s, in a process of "
         f"{bytes_text(traced.process_bytes)}",
@@ -330,13 +328,13 @@ def _scale(
     costs = _costs(*known, base.machine)
     with terminal.status("searching"):
         scaling = scaled(base, counts, request.asked, costs)
-    terminal.print(title(base, counts[-1]), markup=False, soft_wrap=True)
+    say(terminal, title(base, counts[-1]))
     show_scaling(scaling, costs, terminal)
     show_remarks([*request.remarks, *base.machine.warnings], terminal)
     if chart is not None:
-        opt.write_output(chart, draw_scaling(scaling, f"{base.model.name} on {base.machine.gpu.name}"))
-        terminal.print(f"curves drawn in {chart}", markup=False, soft_wrap=True)
+        write_output(chart, draw_scaling(scaling, f"{base.model.name} on {base.machine.gpu.name}"))
+        say(terminal, f"curves drawn in {chart}")
     if as_json:
         plan = plan_json(base, counts[-1])
-        print(json.dumps({**plan, **scaling_json(scaling)}, allow_nan=False), flush=True)
+        answer({**plan, **scaling_json(scaling)})
     return 0 if any(point.best for point in scaling.strong) else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, check_output
 from lockstep.errors import UserError
 
 SUFFIXES = (".html", ".pdf")
 
 
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared.")],
+    runs: opt.Runs,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="NAME.html or NAME.pdf. Default: report.html in the run's folder."),
@@ -45,7 +45,7 @@ def report_command(
         raise UserError(f"--output {target} is neither a page nor a PDF", f"call it {target.with_suffix('.html')}")
     targets = list(dict.fromkeys([target, *([target.with_suffix(".pdf")] if pdf else [])]))
     for one in targets:
-        opt.check_output("--output", one, one.suffix if one.suffix in SUFFIXES else ".html")
+        check_output("--output", one, one.suffix if one.suffix in SUFFIXES else ".html")
     if any(one.suffix == ".pdf" for one in targets):
         find_browser()
     page = build_page(folders)
@@ -53,7 +53,7 @@ def report_command(
         write_page(page, one)
         print(f"report: {one}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(page_data(page), allow_nan=False))
+        answer(page_data(page))
     return 0
 
 

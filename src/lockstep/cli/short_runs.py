@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli.answers import answer, complain, say
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def failed(outcome: Outcome, where: str, as_json: bool) -> int:
             lines = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES_OF_A_LOG:]
             text += "".join(f"\n  | {line}" for line in lines if line not in (START_OF_OUTPUT, END_OF_OUTPUT))
         if as_json:
-            print(json.dumps({"ok": False, "cause": "failed", "verdict": text}))
+            answer({"ok": False, "cause": "failed", "verdict": text})
     if text:
-        print(f"lockstep: {text}", file=sys.stderr)
+        complain(text)
     return outcome.code
 
 
@@ -123,5 +123,5 @@ def choose_layout_for(
     memory = facts.pop("memory")
     room = memory["cuda"] if device == "cuda" else memory["host"] // world_size
     layout, why = choose_layout(Facts(parameters=plan["parameters"], memory=room, **facts), world_size)
-    terminal.print(f"layout {layout}: {why}", markup=False, soft_wrap=True)
+    say(terminal, f"layout {layout}: {why}")
     return layout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer
 from lockstep.cli.run import run_command
+from lockstep.cli.start_run import result_of
 from lockstep.cli.train import train_command
 from lockstep.errors import UserError
 
@@ -114,7 +115,7 @@ def submit_command(
     number = _submit(job, folder, text, lambda: copy_code(script, files, copy) if snapshot else None)
     said = {"job": number, "run": str(job.run_dir), "script": str(_script_of(job))}
     if as_json and not follow:
-        print(json.dumps(said))
+        answer(said)
         return 0
     print(f"submitted job {number}: {_script_of(job)}", file=sys.stderr if as_json else sys.stdout)
     if not follow:
@@ -124,7 +125,7 @@ def submit_command(
 
     code = follow_job(number, folder, sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps({**said, **opt.result(folder, code)}, allow_nan=False))
+        answer({**said, **result_of(folder, code)})
     return code
 
 
@@ -200,24 +201,17 @@ def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
     from lockstep.sinks.trackers import check_installed
 
     world = job.nodes * job.processes
-    assigned = cfg.parse_assignments([one for one in given.get("set_") or [] if "%a" not in one])
-    keys = ("layout", "steps", "restarts", "on_oom", "max_time", "profile", "profile_ranks")
-    told = opt.given(**{key: given.get(key) for key in keys})
+    assigned = [assignment for assignment in given["set_"] or [] if "%a" not in assignment]
+    told = opt.settings_in(given, "nproc", "name", "device", "share_gpu")
     if kind == "run":
         if not Path(given["script"]).is_file():
             raise UserError(f"there is no script {given['script']}", "check the path; options stand before it")
         if not given.get("accept"):
             check_code_on_disk(job.run_dir, Path(given["script"]))
-        config: cfg.LaunchConfig = cfg.script_config(
-            {**told, **assigned, "script": str(given["script"])}, "the command"
-        )
+        told |= cfg.parse_assignments(assigned) | {"script": str(given["script"])}
+        config: cfg.LaunchConfig = cfg.script_config(told, "the command")
     else:
-        layers = [
-            *opt.named_layer(given.get("what")),
-            cfg.Layer("the command line", told),
-            cfg.Layer("--set", assigned),
-        ]
-        config = cfg.resolve(layers).config
+        config = cfg.resolve(opt.config_layers(given["what"], told, assigned)).config
     ranks_of(config.profile_ranks, world)
     check_installed(config.log_to)
     if config.layout != AUTO:

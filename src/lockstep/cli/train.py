@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import open_terminal, plain_table, say
 from lockstep.cli.short_runs import choose_layout_for
+from lockstep.cli.start_run import Start, choose_run, print_plan, train
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -21,103 +22,60 @@ if TYPE_CHECKING:
     from lockstep.record.folder import RunFolder
 
 
+@opt.takes_launch_options
 def train_command(
-    what: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE | config.toml]", help="Default: the recipe lm.")
-    ] = None,
-    layout: opt.Layout = None,
-    nproc: opt.Nproc = None,
-    nodes: opt.Nodes = None,
-    node_rank: opt.NodeRank = None,
-    head: opt.Head = None,
-    restarts: opt.Restarts = None,
-    on_oom: opt.OnOom = None,
-    max_time: opt.MaxTime = None,
-    steps: opt.Steps = None,
-    profile: opt.Profile = None,
-    profile_ranks: opt.ProfileRanks = None,
-    set_: opt.Set = None,
-    name: opt.Name = None,
-    run_dir: opt.RunDir = None,
-    resume: opt.Resume = "auto",
-    accept: opt.Accept = None,
-    device: opt.Device = None,
-    share_gpu: opt.ShareGpu = None,
-    dry_run: opt.DryRun = False,
-    as_json: opt.Json = False,
+    what: opt.Recipe = None,
+    *,
     list_: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
+    **launch: Any,
 ) -> int:
     """Train a recipe; without an argument, a small language model on its embedded corpus."""
     if list_:
         return _list_recipes()
-    from rich.console import Console as Terminal
-
     from lockstep.checkpoint.disk.code import accept_by_name
     from lockstep.checkpoint.disk.format import steps_on_disk
     from lockstep.config import schema as cfg
     from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
-    from lockstep.record.folder import check_same_training, choose_folder
+    from lockstep.record.folder import check_same_training
     from lockstep.sinks.trackers import check_installed
 
-    accept_by_name(accept)
-    terminal = Terminal(stderr=as_json, highlight=False)
-    told = opt.given(layout=layout, nproc=nproc, steps=steps, name=name, device=device, share_gpu=share_gpu)
-    told |= opt.given(restarts=restarts, on_oom=on_oom, max_time=max_time)
-    told |= opt.given(profile=profile, profile_ranks=profile_ranks)
-    resolved = cfg.resolve(
-        [
-            *opt.named_layer(what),
-            cfg.Layer("the command line", told),
-            cfg.Layer("--set", cfg.parse_assignments(set_ or [])),
-        ]
-    )
+    accept_by_name(launch["accept"])
+    terminal = open_terminal(launch["as_json"])
+    resolved = cfg.resolve(opt.config_layers(what, opt.settings_in(launch), launch["set_"] or []))
     check_installed(resolved.config.log_to)
     count, chosen, unused = opt.processes(resolved.config.nproc, resolved.config.device, resolved.config.share_gpu)
-    resolved = resolved.with_value("nproc", count, resolved.origin["nproc"] if nproc else f"{chosen} processes")
+    came_from = resolved.origin["nproc"] if launch["nproc"] else f"{chosen} processes"
+    resolved = resolved.with_value("nproc", count, came_from)
     if resolved.config.layout == AUTO:
         alone = cfg.for_world(resolved.with_value("layout", "single", "auto"), 1).config
         found = choose_layout_for(alone, ["train"], count, chosen, terminal)
         resolved = resolved.with_value("layout", str(found), f"auto, {resolved.origin.get('layout', 'default')}")
-    where = find_nodes(nodes, node_rank, head, resume)
+    where = find_nodes(launch["nodes"], launch["node_rank"], launch["head"], launch["resume"])
     asked = resolved.config.layout
     resolved = cfg.for_world(resolved, count * where.most)
     ranks_of(resolved.config.profile_ranks, count * where.most)
     if not where.is_alone and "auto" in asked:  # settled at every start, for the nodes that are there
         resolved = resolved.with_value("layout", asked, resolved.origin.get("layout", "default"))
-    run_name = resolved.config.name or resolved.config.recipe
-    if opt.is_done(run_dir):
-        terminal.print(f"{run_dir} is finished", soft_wrap=True)
+    folder = choose_run(resolved.config.name or resolved.config.recipe, launch, terminal)
+    if folder is None:
         return 0
-    folder = choose_folder(run_name, run_dir, resume)
-    opt.check_resume(resume, folder)
     if folder.continues and steps_on_disk(folder.path):  # else it begins anew, as it pleases
         check_same_training(folder, resolved.config)
-
     with terminal.status("checking the recipe"):  # a person sees that torch's import takes its seconds
         parameters = check_with_torch(resolved, chosen)
-    if dry_run:
-        formats = _explain(resolved, parameters, chosen, terminal)
-        opt.print_plan(resolved.config, resolved.origin, folder, terminal, as_json, formats=formats)
+    start = Start(folder, resolved.config, resolved.origin, where, launch, unused, terminal)
+    if launch["dry_run"]:
+        print_plan(start, formats=_explain(resolved, parameters, chosen, terminal))
         return 0
     launch_keys = cfg.LaunchConfig.model_fields
-    options = {key: value for key, value in resolved.config.model_dump().items() if key in launch_keys}
-    code = opt.train_in(
-        folder,
-        resolved.config,
-        ["train", str(folder.path)],
-        terminal,
-        told={**options, "steps": None},  # the trainer reads them from the config
-        resume=resume,
-        unused_gpus=unused,
-        nodes=where,
-        on_oom="shrink",
-    )
-    if as_json:
-        print(json.dumps(opt.result(folder, code), allow_nan=False))
-    elif code == 0:
-        said = [*(f"--set {shlex.quote(one)}" for one in set_ or []), *([f"--steps {steps}"] if steps else [])]
+    told = {key: value for key, value in resolved.config.model_dump().items() if key in launch_keys}
+    # The trainer reads the steps from the config.
+    code = train(start, ["train", str(folder.path)], {**told, "steps": None}, on_oom="shrink")
+    if code == 0 and not launch["as_json"]:
+        said = [f"--set {shlex.quote(assignment)}" for assignment in launch["set_"] or []]
+        said += [f"--steps {launch['steps']}"] if launch["steps"] else []
         other = ("dp=2", "replicas") if "fsdp" in resolved.config.layout else ("fsdp=2", "sharded parameters")
         _next_commands(folder, what, said, other, terminal)
     return code
@@ -147,12 +105,12 @@ def check_with_torch(resolved: Resolved, device: str) -> int:
     check_can_compute(config.precision, config.numerics, device)
     check_compile(config.compile, Layout.parse(config.layout), config.shard, config.numerics, config.batch_norm)
     task = task_of(config)
-    dataset_size(task.train, "training")
+    samples = dataset_size(task.train, "training")
     for dataset, what in ((task.validation, "validation"), (task.test, "test")):
         if dataset is not None:
             dataset_size(dataset, what)
     if config.epochs is not None and config.global_batch is not None:
-        per_epoch = -(-dataset_size(task.train, "training") // config.global_batch)
+        per_epoch = -(-samples // config.global_batch)
         check_in_reach(config.profile, config.epochs * per_epoch)
     make_optimizer = optimizer_factory(config.optimizer)
     with torch.device("meta"):
@@ -165,8 +123,6 @@ def check_with_torch(resolved: Resolved, device: str) -> int:
 
 def _explain(resolved: Resolved, parameters: int, device: str, terminal: Terminal) -> dict[str, str]:
     """Say what a run would be; returns its number formats."""
-    from rich.table import Table
-
     from lockstep.layout import Layout
     from lockstep.step.precision import number_formats
 
@@ -174,7 +130,7 @@ def _explain(resolved: Resolved, parameters: int, device: str, terminal: Termina
     terminal.print(f"layout {layout}: {layout.explain()}")
     terminal.print(f"model: {parameters:,} parameters\n")
     formats = number_formats(resolved.config.precision, resolved.config.numerics, device)
-    table = Table("numbers", "format", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("numbers", "format")
     for what, number_format in formats.items():
         table.add_row(what, number_format)
     terminal.print(table, "")
@@ -197,8 +153,7 @@ def _next_commands(
     )
     width = max(len(text) for text, _ in tries)
     terminal.print("\ntry next:")
-    for text, why in tries:
-        terminal.print(f"  {text:{width}}  {why}", markup=False, soft_wrap=True)
+    say(terminal, *(f"  {text:{width}}  {why}" for text, why in tries))
 
 
 def _as_typed(program: str) -> str:

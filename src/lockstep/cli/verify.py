@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import answer, open_terminal, plain_table, say
 from lockstep.cli.short_runs import ON_CPUS, failed, launch_trial, look_at
 from lockstep.errors import UserError
 
@@ -40,9 +40,7 @@ def verify_command(
     as_json: opt.Json = False,
 ) -> int:
     """Train a few steps under a layout and on one process, on CPUs, and compare every number; nothing is kept."""
-    from rich.console import Console as Terminal
-
-    terminal = Terminal(stderr=as_json, highlight=False)
+    terminal = open_terminal(as_json)
     config, wanted, worker = _subject(what, args or [], opt.given(layout=layout, nproc=nproc), set_ or [])
     settings = {"steps": steps, "blocks": blocks, "explain": explain, "layout": str(wanted)}
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as temporary:
@@ -68,7 +66,7 @@ def verify_command(
         verdict = judge(found, other)
         _show(found, other, verdict, terminal)
         if as_json:
-            print(json.dumps(_as_json(found, other, verdict), allow_nan=False))
+            answer(_as_json(found, other, verdict))
         return 0 if verdict.cause is None else 1
 
 
@@ -137,24 +135,22 @@ def _explain(
         return failed(plan, "on one process", as_json)
     show(plan, terminal)
     if as_json:
-        print(json.dumps(plan, allow_nan=False))
+        answer(plan)
     return 0
 
 
 def _show(found: Comparison, other: Comparison | None, verdict: Verdict, terminal: Terminal) -> None:
-    from rich.table import Table
-
     from lockstep.prove.verify import checks
 
     for line in _remarks(found):
         terminal.print(line, markup=False)
-    table = Table("check", "largest difference", "allowed", "", "", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("check", "largest difference", "allowed", "", "")
     for check in checks(found, other):
         amounts = ["" if amount is None else f"{amount:.1e}" for amount in (check.largest, check.allowed)]
         outcome = "[green]ok[/]" if check.ok else "[bold red]MISMATCH[/]"
         table.add_row(check.name, *amounts, outcome, check.note)
     terminal.print(table)
-    terminal.print(f"\n{verdict.text}", style="bold red" if verdict.cause else "green", markup=False, soft_wrap=True)
+    say(terminal, f"\n{verdict.text}", style="bold red" if verdict.cause else "green")
 
 
 def _remarks(found: Comparison) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options as opt
+from lockstep.cli.answers import open_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -34,12 +35,10 @@ def watch_command(
     once: Annotated[bool, typer.Option("--once", help="Show how it is now, and end.")] = False,
 ) -> int:
     """Show a run while it goes on, from its events alone. Ctrl-C ends the showing, not the run."""
-    from rich.console import Console as Terminal
-
     from lockstep.sinks.watched import Watched
 
     folder = opt.find_run(run)
-    terminal = Terminal(highlight=False)
+    terminal = open_terminal()
     watched = Watched()
     try:
         if once:
