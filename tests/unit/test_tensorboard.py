@@ -195,7 +195,9 @@ def test_a_missing_tensorboard_is_said_once_with_the_fix(tmp_path: Path, monkeyp
     emit_step(log, 1, loss=4.0)
     emit_step(log, 2, loss=3.0)
     log.close()
-    assert said == ["nothing is written for TensorBoard (No module named 'tensorboard'): pip install tensorboard"]
+    assert said == [
+        "nothing is written for TensorBoard, which is not installed: pip install lockstep-train[tensorboard]"
+    ]
     assert not (tmp_path / "tb").exists()
 
 

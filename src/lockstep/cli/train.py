@@ -141,13 +141,14 @@ def _next_commands(
     folder: RunFolder, what: str | None, said: list[str], other: tuple[str, str], terminal: Terminal
 ) -> None:
     program, tensorboard = _as_typed("lockstep"), _as_typed("tensorboard")
+    curves = folder.path / "tb"
     command = " ".join([program, "train", *([shlex.quote(what)] if what else []), *said])
     run = shlex.quote(str(folder.path))
     tries = (
         (f"{command} --layout {other[0]}", f"the same numbers with {other[1]}"),
         (f"{command} --set seed=1", "change any value; --dry-run shows them all"),
         (f"{program} board {run}", "the run as a page; the next one can be followed live"),
-        (f"{tensorboard} --logdir {shlex.quote(str(folder.path / 'tb'))}", "the curves"),
+        *[(f"{tensorboard} --logdir {shlex.quote(str(curves))}", "the curves")] * curves.exists(),
         (f"{program} ckpt ls {run}", "what was saved; export makes one file of it"),
         (f"{program} train --list", "the other recipes"),
     )

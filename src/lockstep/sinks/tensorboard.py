@@ -130,5 +130,5 @@ def _open_writer(folder: Path, attempt: int, time: float) -> Any:
 
 def _why_not(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"nothing is written for TensorBoard ({error}): pip install tensorboard"
+        return "nothing is written for TensorBoard, which is not installed: pip install lockstep-train[tensorboard]"
     return f"nothing more is written for TensorBoard ({type(error).__name__}: {error})"
