@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.state import TrainingState
 from lockstep.config.arguments import check_has_gradient, check_is_tensor, check_made, no_backward
 from lockstep.config.schema import Attention, Compile, Format, NumericsConfig, RecoverConfig
 from lockstep.data.loader import MicroBatch, StepBatch, in_groups
@@ -34,17 +35,16 @@ from lockstep.faults.out_of_memory import memory_explained
 from lockstep.faults.recover import Alarm, BufferCopies, Recovery
 from lockstep.faults.requests import Requests
 from lockstep.layout import Layout
-from lockstep.parallel.build.apply import Look, ParallelModel
+from lockstep.parallel.build.apply import Look
 from lockstep.parallel.build.compile import compile_whole, compiled_calls, tag_compiled_code
-from lockstep.parallel.build.materialise import named_tensors
-from lockstep.parallel.build.names import refuse_extra_state, state_dict_names
+from lockstep.parallel.build.names import refuse_extra_state
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import gather_whole
 from lockstep.parallel.pipeline.calls import PipelinedCalls
 from lockstep.parallel.replicate.buffers import ForwardBuffers
 from lockstep.parallel.replicate.shard import call_gathered, read_elsewhere, weights_read_by_their_modules
 from lockstep.parallel.replicate.statistics import batch_norms, not_counting
 from lockstep.parallel.tensor.context import cut_sequences, sequence_length
-from lockstep.parallel.tensor.cut import Along, gather
-from lockstep.parallel.tensor.team_grads import in_order
 from lockstep.parallel.whole.alone import WholeSteps
 from lockstep.parallel.whole.between import BetweenSteps
 from lockstep.parallel.whole.shown import Showing, Shown
@@ -180,19 +180,18 @@ class Engine:
         self._items = (0, 0)
         self._losses: list[Counted] = []  # of the step, one for each micro-batch
 
-    def attach(self, parallel: ParallelModel) -> None:
+    def attach(self, parallel: CutModel) -> None:
         """Take over a model that was cut for this rank, and make its optimizer."""
+        self.cut = parallel
         self.models = parallel.models
         self.model = parallel.models[0]
         self.blocks = parallel.blocks
         self.pipeline = parallel.pipeline
         self.stored = parallel.parameters
-        whole = parallel.skeleton or self.model
-        refuse_extra_state(whole)
-        self.state_dict_names = state_dict_names(whole)
-        self.parameter_count = sum(parameter.numel() for parameter in whole.parameters())
-        self.tensor_names = [name for name, _ in named_tensors(whole)]
-        self.slices = parallel.slices
+        refuse_extra_state(parallel.whole)
+        self.state_dict_names = parallel.state_dict_names
+        self.parameter_count = parallel.parameter_count
+        self.tensor_names = parallel.tensor_names
         self.buffers = parallel.buffers
         named = self.trained = parallel.trained
         self.trainable = Trainable(self.models, named, parallel.pipeline is not None)
@@ -226,7 +225,7 @@ class Engine:
         self._showing = Showing()
         self._buffer_copies = BufferCopies([buffer for _, buffer in self.buffers])
         self._forward_buffers = ForwardBuffers(self.models, self.buffers, self._comm)
-        self._invariants = Invariants(self, self._comm, self.recovery.config.check_every)
+        self._invariants = Invariants(self.training_state, self._showing, self._comm, self.recovery.config.check_every)
         # A whole compiled model cannot be left between its blocks: it draws from the micro-batch's stream alone.
         for seeded in parallel.seeded if self._compile != "model" else []:
             for number, module in enumerate(seeded):
@@ -237,7 +236,7 @@ class Engine:
         self._between = None
         # With zero1 the model is whole on every rank, and the optimizer has rows of it.
         if parallel.skeleton is not None or any(isinstance(stored, DTensor) for _, stored in self.stored):
-            self._between = BetweenSteps(self, self._comm, self._showing, parallel.skeleton)
+            self._between = BetweenSteps(parallel, self.optimizer, self._comm, self._showing, self.steps_done)
         self.seed_between_steps()
 
     def hidden(self) -> AbstractContextManager[None]:
@@ -268,24 +267,12 @@ class Engine:
         """The whole of a parameter or its gradient, as one device has it; every rank that holds a part calls it."""
         if isinstance(tensor, Shown):
             return tensor.whole()
-        how = self.slices.get(name)
-        if isinstance(tensor, DTensor):
-            return in_order(tensor.full_tensor(), how, self.layout.tp)
-        axis = self._comm.cut_axis("tp")
-        if how is None or axis is None or tensor.shape[how.dim] == sum(how.parts):
-            return tensor
-        return gather(tensor, Along(axis, how.dim, how.parts))
+        return gather_whole(self.cut.held[name], tensor)
 
-    def is_first_with(self, name: str) -> bool:
-        """Whether of the stages that have a parameter or buffer, the first is one of this rank's."""
-        return self.pipeline is None or self.places_with(name)[0] == self.pipeline.rank
-
-    def places_with(self, name: str) -> list[int]:
-        """The places in the pipeline of the stages that have a parameter or buffer, the first one's first."""
-        assert self.pipeline is not None
-        plan = self.pipeline.plan
-        users = plan.users[name] if name in plan.users else plan.buffer_users[name]
-        return [self.pipeline.rank_of[stage] for stage in users]
+    @property
+    def training_state(self) -> TrainingState:
+        """What of this training goes into a checkpoint."""
+        return TrainingState(self.cut, self.optimizer, self.rates, self.trainable, self.rest)
 
     @property
     def is_ready(self) -> bool:
@@ -393,7 +380,7 @@ class Engine:
             self._forward_buffers.finish()
             self._statistics.combine()
         if not skipped:
-            self._invariants.check_gradients()
+            self._invariants.check_gradients(self.steps_done + 1)
             with self._optimizing():
                 grads = local_gradients(self.parameters)
                 derived_of = weight if self._whole_steps.hook else batch.global_batch
@@ -409,7 +396,7 @@ class Engine:
         if alarm is not None:
             self._put_buffers_back()
         self._count_step(skipped)
-        self._invariants.check_values()
+        self._invariants.check_values(self.steps_done)
         result = StepResult(
             step=self.steps_done,
             loss=loss,
@@ -522,7 +509,7 @@ class Engine:
         Every rank calls it, between steps.
         """
         if again or self._invariants.checked_step < self.steps_done:
-            self._invariants.check_all()
+            self._invariants.check_all(self.steps_done)
 
     def undo_half_a_step(self) -> None:
         """A step has failed half-way: buffers as they were before it, which its forward may have changed."""

@@ -77,11 +77,11 @@ from lockstep.observe.output import show_run
 from lockstep.observe.settings import script_settings
 from lockstep.page.report import leave_report
 from lockstep.parallel.build.apply import (
+    CutFor,
     Look,
-    build_and_plan,
     check_goes_together,
-    parallelize,
-    parallelize_pipeline,
+    cut_model,
+    plan_model,
     synchronises,
 )
 from lockstep.parallel.build.compile import check_compile, keep_on_disk
@@ -296,15 +296,14 @@ class Run:
             entered=self._clock.script_ends,
             optimizing=self._clock.optimizing,
         )
-        where = (self.layout, self._comm, self.device, settings, self.seed)
+        to = CutFor(self.layout, self._comm, self.device, settings, self.seed)
 
         def prepare(look: Look) -> None:
             self.status("looking at the model, to cut it")
-            cut = parallelize if self.layout.pp == 1 else parallelize_pipeline
             with self._forgotten_if_refused():
-                parallel = cut(build_model, look, *where)
+                parallel = cut_model(build_model, look, to)
                 self._comm.agree(lambda: engine.attach(parallel))
-                groups = [group.model_dump(mode="json") for group in optimizer_groups(engine)]
+                groups = [group.model_dump(mode="json") for group in optimizer_groups(engine.training_state)]
                 check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
             if engine.pipeline is not None:
                 self.message(f"{self._settings.pipeline.schedule} pipeline: {engine.pipeline.describe()}")
@@ -315,7 +314,7 @@ class Run:
         def explain(look: Look) -> None:
             assert self._recorder is not None
             target = self._target_layout
-            _, planned = build_and_plan(build_model, look, target, self._comm, self.device, settings, self.seed)
+            planned = plan_model(build_model, look, replace(to, layout=target))
             facts = {
                 "heads": most_ranks(planned.skeleton, look),
                 "sequence": engine.sequence_length,
@@ -335,7 +334,7 @@ class Run:
         else:
             self.status("building the model")
             with self._forgotten_if_refused():
-                engine.attach(parallelize(build_model, None, *where))
+                engine.attach(cut_model(build_model, None, to))
                 self._restore(engine)
         return engine
 

@@ -34,7 +34,7 @@ from lockstep.parallel.replicate.statistics import RunningStatistics
 from lockstep.parallel.tensor import modules as tensor
 from lockstep.parallel.tensor import team_grads as team
 from lockstep.parallel.tensor.cut import Along, Parts, along_of, mark, plain, take
-from lockstep.parallel.tensor.modules import Role, Slice
+from lockstep.parallel.tensor.modules import Role
 from lockstep.parallel.tensor.rules import products
 from lockstep.prove.causes import Verdict, judge
 from lockstep.prove.recording import Recording, keep_blocks, read_recording
@@ -334,12 +334,12 @@ def add_the_bias_of_a_row_on_every_rank(_job: Job, patch: Patch) -> None:
 
 
 def cut_a_fused_matrix_in_one_piece(_job: Job, patch: Patch) -> None:
-    slices = tensor.slices
+    cuts = tensor.parameter_cuts
 
-    def contiguous(module: nn.Module, role: Role) -> dict[str, Slice]:
-        return {name: Slice(one.dim, (sum(one.parts),)) for name, one in slices(module, role).items()}
+    def contiguous(module: nn.Module, role: Role, axis: Axis) -> dict[str, Along]:
+        return {name: one.at(one.dim, (one.size,)) for name, one in cuts(module, role, axis).items()}
 
-    patch.setattr(tensor, "slices", contiguous)
+    patch.setattr(tensor, "parameter_cuts", contiguous)
 
 
 def keep_the_gradients_of_a_team_apart(_job: Job, patch: Patch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from lockstep.engine import Engine
 from lockstep.faults.requests import Requests
 from lockstep.follow.blocks import find_blocks, seed_points
 from lockstep.layout import Layout
-from lockstep.parallel.build.apply import ParallelModel
+from lockstep.parallel.build.materialise import named_tensors
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import describe_parts
 from lockstep.parallel.replicate.buckets import GradientBuckets
 from lockstep.parallel.replicate.gradients import LocalGradients
 from lockstep.parallel.replicate.shard import shard
@@ -152,17 +154,19 @@ def train_on_nccl(job: Job) -> dict[str, list[float]]:
             sync = GradientBuckets(list(model.named_parameters()), group, comm)
         elif kind == "shards":
             sync = shard(model, [block for _, block in blocks], comm, ShardConfig(), NumericsConfig())
-        parallel = ParallelModel(
-            [model],
-            [name for name, _ in blocks],
-            [seeded],
-            list(model.named_parameters()),
-            list(model.named_buffers()),
-            sync,
-            RunningStatistics(model.named_modules(), comm),
-            list(model.parameters()),
-            [group] if kind == "shards" else [],
-            is_sharded=kind == "shards",
+        held = describe_parts(model, {}, {}, comm, 0)
+        tensors = dict(named_tensors(model))
+        parallel = CutModel(
+            layout=Layout(),
+            rank=0,
+            models=[model],
+            blocks=[name for name, _ in blocks],
+            seeded=[seeded],
+            held={name: replace(one, stored=tensors[name]) for name, one in held.items()},
+            gradients=sync,
+            statistics=RunningStatistics(model.named_modules(), comm),
+            counted=list(model.parameters()),
+            norm_groups=[group] if kind == "shards" else [],
             together=None,
         )
         engine = Engine(

@@ -8,17 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.disk.boxes import Replicas, Segment, narrowed, overlap, pieces_of, shares, whole_piece
+from lockstep.parallel.boxes import Replicas, cut_boxes, overlap, whole_box
 
 
 def held(shape: tuple[int, ...], dim: int, parts: tuple[int, ...], tp: tuple[int, int], fsdp: tuple[int, int]):
-    """The pieces of one rank of a tensor that is cut along a dim by tp, and by rows over fsdp."""
-    dims = [[Segment(0, 0, length)] for length in shape]
-    dims[dim] = shares(parts, *tp)
-    rows = sum(segment.length for segment in dims[0])
-    most = -(-rows // fsdp[1])
-    dims[0] = narrowed(dims[0], min(fsdp[0] * most, rows), min((fsdp[0] + 1) * most, rows))
-    return pieces_of(dims)
+    """The boxes of one rank of a tensor that is cut along a dim by tp, and by rows over fsdp."""
+    boxes = cut_boxes(whole_box(shape), dim, parts, *tp)
+    rows = max((box.local[0] + box.shape[0] for box in boxes), default=0)
+    return cut_boxes(boxes, 0, (rows,), *fsdp)
 
 
 CASES = [
@@ -37,10 +34,10 @@ def test_the_parts_of_all_ranks_fill_a_tensor_once(shape, dim, parts, tp, fsdp) 
     times = np.zeros(shape, dtype=int)
     for a, b in product(range(tp), range(fsdp)):
         seen = 0
-        for piece in held(shape, dim, parts, (a, tp), (b, fsdp)):
-            times[tuple(slice(at, at + n) for at, n in zip(piece.start, piece.shape, strict=True))] += 1
-            seen += piece.size
-            assert piece.size > 0
+        for box in held(shape, dim, parts, (a, tp), (b, fsdp)):
+            times[tuple(slice(at, at + n) for at, n in zip(box.start, box.shape, strict=True))] += 1
+            seen += box.size
+            assert box.size > 0
     assert (times == 1).all()
 
 
@@ -49,28 +46,28 @@ def test_what_one_layout_wrote_another_one_puts_together(shape, dim, parts, tp, 
     """Every rank of a layout reads from the boxes that another one wrote, and gets what it would have cut out."""
     whole = np.arange(np.prod(shape)).reshape(shape)
     written = [
-        (piece.start, whole[tuple(slice(at, at + n) for at, n in zip(piece.start, piece.shape, strict=True))])
+        (box.start, whole[tuple(slice(at, at + n) for at, n in zip(box.start, box.shape, strict=True))])
         for a, b in product(range(tp), range(fsdp))
-        for piece in held(shape, dim, parts, (a, tp), (b, fsdp))
+        for box in held(shape, dim, parts, (a, tp), (b, fsdp))
     ]
     for rank in range(3):
-        for piece in held(shape, 0, (shape[0],), (0, 1), (rank, 3)):
+        for box in held(shape, 0, (shape[0],), (0, 1), (rank, 3)):
             found = np.full(shape, -1)
-            for start, box in written:
-                if (common := overlap(piece, start, box.shape)) is not None:
+            for start, values in written:
+                if (common := overlap(box, start, values.shape)) is not None:
                     local, inside, size = common
                     here = tuple(slice(at, at + n) for at, n in zip(local, size, strict=True))
                     there = tuple(slice(at, at + n) for at, n in zip(inside, size, strict=True))
                     assert (found[here] == -1).all()
-                    found[here] = box[there]
-            expected = whole[piece.start[0] : piece.start[0] + piece.shape[0]]
-            assert (found[piece.here] == expected).all()
+                    found[here] = values[there]
+            expected = whole[box.start[0] : box.start[0] + box.shape[0]]
+            assert (found[box.here] == expected).all()
 
 
 def test_a_single_number_and_an_empty_tensor() -> None:
-    assert [piece.size for piece in whole_piece(())] == [1]
-    assert whole_piece((0, 4)) == []
-    assert overlap(whole_piece(())[0], (), ()) == ((), (), ())
+    assert [box.size for box in whole_box(())] == [1]
+    assert whole_box((0, 4)) == []
+    assert overlap(whole_box(())[0], (), ()) == ((), (), ())
 
 
 def test_replicas_share_the_writing_evenly_and_agree_on_it() -> None:

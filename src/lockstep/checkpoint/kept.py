@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.checkpoint.disk.boxes import whole_piece
 from lockstep.checkpoint.disk.files import check_dtypes, reading
 from lockstep.checkpoint.disk.format import DamageError, Whole
 from lockstep.checkpoint.disk.load import read_whole
-from lockstep.checkpoint.state import COPIES, Holding
 from lockstep.errors import UserError
+from lockstep.parallel.held import Held
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.tensor_digest import digests_of
 
@@ -113,13 +112,9 @@ class Kept:
         self._comm.agree(decode)
 
 
-def kept_holdings(tensors: Tensors, first_here: bool) -> list[Holding]:
-    """What is kept, as whole tensors that every rank has."""
-    nowhere = (False,) * len(COPIES)
-    return [
-        Holding(name, one, tuple(one.shape), whole_piece(tuple(one.shape)), nowhere, first_here)
-        for name, one in tensors.items()
-    ]
+def kept_parts(tensors: Tensors, place: int) -> list[Held]:
+    """What is kept, as whole tensors that every rank has; `place` is this rank's in the pipeline."""
+    return [Held(name, tensor, tuple(tensor.shape), place=place) for name, tensor in tensors.items()]
 
 
 def _has_protocol(state: Any) -> bool:

@@ -27,17 +27,16 @@ from lockstep.checkpoint.disk.format import (
     write_index,
 )
 from lockstep.checkpoint.disk.pick import newest_whole
-from lockstep.checkpoint.kept import Kept, kept_holdings
+from lockstep.checkpoint.kept import Kept, kept_parts
 from lockstep.checkpoint.resume import find_start, go_on_from, is_of
 from lockstep.checkpoint.save import SPARE_DISK, Saved, Writer, room_short_of
 from lockstep.checkpoint.state import (
     Restoration,
     merge_optimizers,
-    model_holdings,
+    model_parts,
     optimizer_groups,
-    optimizer_holdings,
+    optimizer_parts,
     optimizer_state,
-    restore_progress,
     set_by_script,
     written_here,
 )
@@ -46,6 +45,7 @@ from lockstep.engine import Engine
 from lockstep.errors import RecoveryError, SaveError, UserError
 from lockstep.record.folder import CONFIG, RunFolder
 from lockstep.runtime.comm import Comm
+from lockstep.step.attention import BACKENDS
 from lockstep.step.optim import states_per_parameter
 from lockstep.text.units import bytes_text
 
@@ -206,9 +206,10 @@ class Checkpoints:
             return
         kept, tensors, digests = self.kept.collect()
         self._saved_kept = kept, digests
-        of_script = kept_holdings(tensors, first_here=engine.layout.coordinate(engine.rank)["pp"] == 0)
-        holdings = written_here([*model_holdings(engine), *optimizer_holdings(engine), *of_script], engine)
-        own = sum(piece.size * holding.part.element_size() for holding in holdings for piece in holding.pieces)
+        of_script = kept_parts(tensors, engine.layout.coordinate(engine.rank)["pp"])
+        state = engine.training_state
+        parts = written_here([*model_parts(state), *optimizer_parts(state), *of_script], engine.cut)
+        own = sum(box.size * held.part.element_size() for held in parts for box in held.boxes)
         optimizer = self._whole_optimizer(engine)
         training = Training(
             seed=self._seed,
@@ -244,11 +245,11 @@ class Checkpoints:
         total, waiting = self._comm.sum([float(own), float(wait or cramped)])
         saved = Saved(step, best_loss is not None, int(total), began)
         keep = (self.keep, self.keep_every, self.best[0] if self.best else None)
-        self._writer.start(saved, holdings, index, lambda: self._retire(step, *keep), wait=waiting > 0)
+        self._writer.start(saved, parts, index, lambda: self._retire(step, *keep), wait=waiting > 0)
         if waiting and not saved.is_complete:
             raise SaveError(saved.failure())
         self.saved_step = step
-        self._saved_settings = set_by_script(engine)
+        self._saved_settings = set_by_script(engine.training_state)
         self._reported = False
 
     def catch_up(self, engine: Engine) -> None:
@@ -256,11 +257,11 @@ class Checkpoints:
         if self._saved_settings is None or self.saved_step != engine.steps_done:
             return
         self._catch_up_kept()
-        now = set_by_script(engine)
+        now = set_by_script(engine.training_state)
         # On one rank alone it is a mistake, of which the step will tell.
         if any(self._comm.gather(now != self._saved_settings)):
             self.wait()
-            options = [group.options for group in optimizer_groups(engine)]
+            options = [group.options for group in optimizer_groups(engine.training_state)]
             self._comm.once("bring the checkpoint up to date", lambda: self._mark_settings(now, options))
         self._saved_settings = now
 
@@ -310,12 +311,12 @@ class Checkpoints:
 
     def check_room(self, engine: Engine) -> None:
         """Refuse a run that the disk has no room to save, before it begins."""
-        holdings = model_holdings(engine)
-        self._comm.agree(lambda: check_dtypes((one.name, one.part.dtype) for one in holdings))
+        parts = model_parts(engine.training_state)
+        self._comm.agree(lambda: check_dtypes((held.name, held.part.dtype) for held in parts))
         if self.start is not None and self.start.index.training is not None:
             size = self.start.index.bytes
         else:
-            trained = sum(holding.bytes for holding in holdings if holding.first_here)
+            trained = sum(held.bytes for held in parts if held.is_first)
             stages = engine.layout.world_size // engine.layout.pp
             size = int(self._comm.sum([trained / stages])[0]) * (1 + states_per_parameter(engine.optimizer))
 
@@ -382,7 +383,7 @@ class Checkpoints:
     def _read(self, engine: Engine, checkpoint: Whole, with_optimizer: bool) -> str | None:
         """Put a checkpoint into the engine, or say what is damaged on any rank: then the engine is not usable yet."""
         restorations: list[Restoration] = []
-        self._comm.agree(lambda: restorations.append(Restoration(engine, checkpoint, with_optimizer)))
+        self._comm.agree(lambda: restorations.append(Restoration(engine.training_state, checkpoint, with_optimizer)))
         problem = None
         try:
             with self._comm.beat.busy():
@@ -398,7 +399,7 @@ class Checkpoints:
 
     def _whole_optimizer(self, engine: Engine) -> OptimizerState:
         states: list[OptimizerState] = []
-        self._comm.agree(lambda: states.append(optimizer_state(engine)))
+        self._comm.agree(lambda: states.append(optimizer_state(engine.training_state)))
         if engine.layout.pp == 1:
             return states[0]
         everybody = self._comm.gather(states[0].model_dump(mode="json"))
@@ -449,3 +450,19 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def restore_progress(engine: Engine, index: Index) -> None:
+    """Let an engine go on at the step of a checkpoint; imported weights begin at 0."""
+    engine.steps_done = index.step
+    training = index.training
+    if training is None:
+        return
+    if engine.measures_attention and training.attention:  # measured once, when the run began
+        engine.use_attention(training.attention if training.attention in BACKENDS else None)
+    if engine.loss_scale and training.loss_scale:
+        engine.loss_scale.restore(training.loss_scale)
+    if training.recent_losses is not None:
+        engine.recovery.spikes.restore(training.recent_losses)
+    engine.steps_skipped = training.skipped
+    engine.seed_between_steps()

@@ -29,11 +29,11 @@ import torch
 
 from lockstep.checkpoint.disk import attempts
 from lockstep.checkpoint.disk import format as fmt
-from lockstep.checkpoint.disk.boxes import Piece
 from lockstep.checkpoint.disk.files import Entry, ShardReader, aligned, dtype_name, write_shard
 from lockstep.checkpoint.disk.format import Chunk, DamageError, Index, StoredFile, StoredTensor
-from lockstep.checkpoint.state import Holding
 from lockstep.errors import SaveError
+from lockstep.parallel.boxes import Box
+from lockstep.parallel.held import Held
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.notices import Abandoned, Notices
 from lockstep.runtime.torch_private import foreach_copy
@@ -97,21 +97,19 @@ class Writer:
         self.current: Saved | None = None
 
     def start(
-        self, saved: Saved, holdings: Sequence[Holding], index: Index, retire: Callable[[], str | None], *, wait: bool
+        self, saved: Saved, parts: Sequence[Held], index: Index, retire: Callable[[], str | None], *, wait: bool
     ) -> None:
         """Begin to write; without `wait` from copies, while the training goes on. The one before has to be finished.
 
         `index` lacks files and tensors. `retire` is called by rank 0 when the new checkpoint was read back.
         """
         assert self._thread is None
-        tensors = {
-            _entry(holding, piece).name: holding.part[piece.here] for holding in holdings for piece in holding.pieces
-        }
+        tensors = {_entry(held, box).name: held.part[box.here] for held in parts for box in held.boxes}
         if not wait:
             tensors = self.staging.copies(tensors)
         self.current = saved
         self._number += 1
-        transaction = partial(self._transaction, saved, holdings, tensors, index, retire)
+        transaction = partial(self._transaction, saved, parts, tensors, index, retire)
         self._thread = threading.Thread(
             target=self._run, args=(saved, transaction), name="lockstep-checkpoint", daemon=True
         )
@@ -149,7 +147,7 @@ class Writer:
     def _transaction(
         self,
         saved: Saved,
-        holdings: Sequence[Holding],
+        parts: Sequence[Held],
         tensors: dict[str, torch.Tensor],
         index: Index,
         retire: Callable[[], str | None],
@@ -179,7 +177,7 @@ class Writer:
 
         def write() -> None:
             nonlocal fragment
-            fragment = _write(staging, self._rank, holdings, tensors)
+            fragment = _write(staging, self._rank, parts, tensors)
 
         def commit() -> None:
             _commit(staging, final, index, self._ranks)
@@ -266,28 +264,28 @@ def _make_folder(staging: Path, size: int) -> None:
     staging.mkdir()
 
 
-def _entry(holding: Holding, piece: Piece) -> Entry:
-    whole = piece.shape == holding.shape
-    name = holding.name if whole else f"{holding.name}@{','.join(map(str, piece.start))}"
-    return Entry(name, dtype_name(holding.name, holding.part.dtype), piece.shape)
+def _entry(held: Held, box: Box) -> Entry:
+    whole = box.shape == held.shape
+    name = held.name if whole else f"{held.name}@{','.join(map(str, box.start))}"
+    return Entry(name, dtype_name(held.name, held.part.dtype), box.shape)
 
 
-def _write(staging: Path, rank: int, holdings: Sequence[Holding], tensors: dict[str, torch.Tensor]) -> Fragment:
+def _write(staging: Path, rank: int, parts: Sequence[Held], tensors: dict[str, torch.Tensor]) -> Fragment:
     """Write the shard of this rank and what the index has to say of it."""
-    pieces = {_entry(holding, piece): (holding.name, piece) for holding in holdings for piece in holding.pieces}
-    file, found = None, {holding.name: list[Chunk]() for holding in holdings}
-    if pieces:
-        entries = aligned(pieces)
+    boxes = {_entry(held, box): (held.name, box) for held in parts for box in held.boxes}
+    file, found = None, {held.name: list[Chunk]() for held in parts}
+    if boxes:
+        entries = aligned(boxes)
         path = staging / fmt.shard_name(rank)
         file, chunks = write_shard(path, entries, (tensors[entry.name].cpu() for entry in entries))
         for entry, chunk in zip(entries, chunks, strict=True):
-            name, piece = pieces[entry]
-            found[name].append(chunk.model_copy(update={"start": list(piece.start)}))
+            name, box = boxes[entry]
+            found[name].append(chunk.model_copy(update={"start": list(box.start)}))
     stored = {
-        holding.name: StoredTensor(
-            dtype=dtype_name(holding.name, holding.part.dtype), shape=list(holding.shape), chunks=found[holding.name]
+        held.name: StoredTensor(
+            dtype=dtype_name(held.name, held.part.dtype), shape=list(held.shape), chunks=found[held.name]
         )
-        for holding in holdings
+        for held in parts
     }
     fragment = Fragment(file=file, tensors=stored)
     _fragment_path(staging, rank).write_text(fragment.model_dump_json(), encoding="utf-8")

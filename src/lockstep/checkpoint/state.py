@@ -1,27 +1,26 @@
-"""What of an engine goes into a checkpoint, by original names and as parts of whole tensors, and back."""
+"""What of a training goes into a checkpoint, by original names and as parts of whole tensors, and back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.disk.boxes import Piece, Replicas, Segment, narrowed, pieces_of, shares, whole_piece
 from lockstep.checkpoint.disk.files import DTYPES, dtype_name
 from lockstep.checkpoint.disk.format import Group, Index, OptimizerState, StoredTensor, Whole, shown
 from lockstep.checkpoint.disk.load import Target, fill
 from lockstep.errors import UserError
-from lockstep.runtime.dtensors import like, local_part
-from lockstep.step.attention import BACKENDS
-from lockstep.step.rates import RateState
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
+from lockstep.parallel.boxes import Replicas, whole_box
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import Held, hold_value
+from lockstep.parallel.whole.trainable import Trainable
+from lockstep.runtime.dtensors import like
+from lockstep.step.rates import Rates, RateState
 
 COPIES = ("dp", "fsdp", "cp", "tp")
 """The axes along which ranks may hold the same. Stages of a pipeline do not, but for tied weights."""
@@ -33,92 +32,79 @@ COUNTS = ("step", "eta", "mu")
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What this rank has of one tensor of the whole model or its optimizer."""
+class TrainingState:
+    """What of a training goes into a checkpoint. `rest` puts the model into its state between steps: only shards."""
 
-    name: str
-    part: torch.Tensor
-    shape: tuple[int, ...]
-    pieces: list[Piece]
-    cut: tuple[bool, ...]
-    """Whether ranks along each of COPIES hold different parts of it."""
-    first_here: bool
-    """Whether of the stages that have it this one is the first."""
-
-    @property
-    def bytes(self) -> int:
-        """The size of the whole."""
-        return self.part.element_size() * torch.Size(self.shape).numel()
+    cut: CutModel
+    optimizer: torch.optim.Optimizer
+    rates: Rates
+    trainable: Trainable
+    rest: Callable[[], None]
 
 
-def model_holdings(engine: Engine) -> list[Holding]:
-    """The parameters and buffers that this rank has a part of."""
-    engine.rest()
+def model_parts(state: TrainingState) -> list[Held]:
+    """What this rank holds of parameters and buffers, under their names in a checkpoint."""
+    state.rest()
+    return [replace(held, name=f"model/{held.name}") for held in state.cut.held.values() if held.stored is not None]
+
+
+def optimizer_parts(state: TrainingState) -> list[Held]:
+    """What this rank holds of the tensors of the optimizer's state."""
     return [
-        *(_of_parameter(engine, name, parameter, f"model/{name}", parameter) for name, parameter in engine.stored),
-        *(_of_whole(engine, name, f"model/{name}", buffer) for name, buffer in engine.buffers),
+        hold_value(state.cut.held[name], value, f"optimizer/{name}/{key}")
+        for name, parameter in state.cut.trained
+        for key, value in sorted(state.optimizer.state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
     ]
 
 
-def optimizer_holdings(engine: Engine) -> list[Holding]:
-    """The tensors of the optimizer's state that this rank has a part of."""
-    found = []
-    for name, parameter in trained(engine):
-        for key, value in sorted(engine.optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, DTensor):
-                found.append(_of_parameter(engine, name, parameter, f"optimizer/{name}/{key}", value))
-            elif isinstance(value, torch.Tensor):
-                found.append(_of_whole(engine, name, f"optimizer/{name}/{key}", value))
-    return found
-
-
-def written_here(holdings: Sequence[Holding], engine: Engine) -> list[Holding]:
+def written_here(parts: Sequence[Held], cut: CutModel) -> list[Held]:
     """Of what several ranks hold, what this one writes: nothing is written twice, and all have about the same to do."""
-    layout = engine.layout
-    at = layout.coordinate(engine.rank)
+    layout = cut.layout
+    at = layout.coordinate(cut.rank)
     replicas = Replicas([layout.size(axis) for axis in COPIES])
     mine = []
-    for holding in sorted(holdings, key=lambda one: (-one.bytes, one.name)):
-        if not holding.first_here:
+    for held in sorted(parts, key=lambda held: (-held.bytes, held.name)):
+        if not held.is_first:
             continue
-        writer = replicas.writer(holding.bytes, holding.cut)
-        is_here = bool(holding.pieces) or holding.bytes == 0
+        writer = replicas.writer(held.bytes, [held.is_cut_over(axis) for axis in COPIES])
+        is_here = bool(held.boxes) or held.bytes == 0
         if is_here and all(wanted in (-1, at[axis]) for axis, wanted in zip(COPIES, writer, strict=True)):
-            mine.append(holding)
+            mine.append(held)
     return mine
 
 
-def optimizer_state(engine: Engine) -> OptimizerState:
+def optimizer_state(state: TrainingState) -> OptimizerState:
     """What the optimizer of this rank has besides tensors."""
     values: dict[str, dict[str, Any]] = {}
-    for name, parameter in trained(engine):
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
+    for name, parameter in state.cut.trained:
+        for key, value in state.optimizer.state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 if not _is_json(value):
                     raise UserError(
-                        f"the optimizer {type(engine.optimizer).__name__} keeps {key} of {name} as a "
+                        f"the optimizer {type(state.optimizer).__name__} keeps {key} of {name} as a "
                         f"{type(value).__name__}, which a checkpoint cannot hold",
                         "use an optimizer whose state is tensors and numbers, such as AdamW",
                     )
                 values.setdefault(name, {})[key] = value
-    name = type(engine.optimizer).__name__
-    return OptimizerState(name=name, groups=optimizer_groups(engine), values=values, **set_by_script(engine))
+    name = type(state.optimizer).__name__
+    return OptimizerState(name=name, groups=optimizer_groups(state), values=values, **set_by_script(state))
 
 
-def set_by_script(engine: Engine) -> dict[str, Any]:
+def set_by_script(state: TrainingState) -> dict[str, Any]:
     """What a script may change of the optimizer between steps, besides the options of its groups."""
-    return {**asdict(engine.rates.state()), "frozen": engine.trainable.frozen}
+    return {**asdict(state.rates.state()), "frozen": state.trainable.frozen}
 
 
-def optimizer_groups(engine: Engine) -> list[Group]:
+def optimizer_groups(state: TrainingState) -> list[Group]:
     """The parameter groups of this rank's optimizer: names and options."""
-    names = {id(parameter): name for name, parameter in trained(engine)}
+    names = {id(parameter): name for name, parameter in state.cut.trained}
     return [
         Group(
             parameters=[names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             options={key: value for key, value in _options(group).items() if _is_json(value)},
         )
-        for group in engine.optimizer.param_groups
+        for group in state.optimizer.param_groups
     ]
 
 
@@ -159,26 +145,26 @@ def merge_optimizers(parts: Sequence[OptimizerState], order: Sequence[str]) -> O
 
 
 class Restoration:
-    """A checkpoint that is to be put into an engine. Making it refuses a checkpoint of something else."""
+    """A checkpoint that is to be put into an state. Making it refuses a checkpoint of something else."""
 
-    def __init__(self, engine: Engine, checkpoint: Whole, with_optimizer: bool = True) -> None:
-        self._engine = engine
+    def __init__(self, state: TrainingState, checkpoint: Whole, with_optimizer: bool = True) -> None:
+        self._state = state
         self._checkpoint = checkpoint
         index = checkpoint.index
-        sources = sources_in(index, engine.state_dict_names, engine.tensor_names)
-        holdings = [holding for holding in model_holdings(engine) if holding.name in sources]
-        _check_kinds(holdings, sources, index)
-        self._model = [Target(sources[one.name], one.part, one.pieces) for one in holdings]
+        sources = sources_in(index, state.cut.state_dict_names, state.cut.tensor_names)
+        parts = [held for held in model_parts(state) if held.name in sources]
+        _check_kinds(parts, sources, index)
+        self._model = [Target(sources[held.name], held.part, held.boxes) for held in parts]
         self._with_optimizer = with_optimizer and index.optimizer is not None
         self._states: dict[nn.Parameter, dict[str, Any]] = {}
         if self._with_optimizer:
-            _check_optimizer(engine, index)
+            _check_optimizer(state, index)
 
     @torch.no_grad()
     def read(self) -> None:
-        """Read everything into the engine, checked.
+        """Read everything into the training, checked.
 
-        When it raises, the engine has a bit of both and has to be restored from another checkpoint.
+        When it raises, the training has a bit of both and has to be restored from another checkpoint.
         """
         targets = list(self._model)
         if self._with_optimizer:
@@ -187,23 +173,23 @@ class Restoration:
 
     def finish(self) -> None:
         """What is left to do when every rank has read its part."""
-        engine, optimizer = self._engine, self._checkpoint.index.optimizer
-        engine.restored()
+        state, optimizer = self._state, self._checkpoint.index.optimizer
+        state.cut.gradients.restored()
         if self._with_optimizer:
             assert optimizer is not None
-            _restore_groups(engine, optimizer)
-            engine.optimizer.state.clear()
-            for parameter, state in self._states.items():
-                engine.optimizer.state[parameter].update(state)
+            _restore_groups(state, optimizer)
+            state.optimizer.state.clear()
+            for parameter, kept in self._states.items():
+                state.optimizer.state[parameter].update(kept)
 
     def _optimizer(self, targets: list[Target]) -> dict[nn.Parameter, dict[str, Any]]:
         """The optimizer's state by parameter, its tensors still to be filled as `targets`."""
-        engine, index = self._engine, self._checkpoint.index
+        state, index = self._state, self._checkpoint.index
         assert index.optimizer is not None
-        parameters = dict(trained(engine))
+        parameters = dict(state.cut.trained)
         on_device = {
             id(parameter)
-            for group in engine.optimizer.param_groups
+            for group in state.optimizer.param_groups
             if group.get("fused") or group.get("capturable")
             for parameter in group["params"]
         }
@@ -214,66 +200,20 @@ class Restoration:
                 continue
             parameter, dtype = parameters[name], DTYPES[stored.dtype]
             if _is_like(parameter, slot, stored):
-                holding = _of_parameter(engine, name, parameter, key, parameter)
-                part = torch.empty_like(holding.part, dtype=dtype)
+                held = state.cut.held[name]
+                part = torch.empty_like(held.part, dtype=dtype)
                 value: torch.Tensor = like(parameter, part) if isinstance(parameter, DTensor) else part
-                targets.append(Target(key, part, holding.pieces))
+                targets.append(Target(key, part, held.boxes))
             else:
                 # A count is a number on the CPU, except where the optimizer reads it on the device.
                 device = parameter.device if stored.shape or id(parameter) in on_device else torch.device("cpu")
                 value = torch.empty(stored.shape, dtype=dtype, device=device)
-                targets.append(Target(key, value, whole_piece(stored.shape)))
+                targets.append(Target(key, value, whole_box(stored.shape)))
             states.setdefault(parameter, {})[slot] = value
         for name, values in index.optimizer.values.items():
             if name in parameters:  # the others are those of other ranks of a pipeline
                 states.setdefault(parameters[name], {}).update(values)
         return states
-
-
-def restore_progress(engine: Engine, index: Index) -> None:
-    """Let an engine go on at the step of a checkpoint; imported weights begin at 0."""
-    engine.steps_done = index.step
-    training = index.training
-    if training is None:
-        return
-    if engine.measures_attention and training.attention:  # measured once, when the run began
-        engine.use_attention(training.attention if training.attention in BACKENDS else None)
-    if engine.loss_scale and training.loss_scale:
-        engine.loss_scale.restore(training.loss_scale)
-    if training.recent_losses is not None:
-        engine.recovery.spikes.restore(training.recent_losses)
-    engine.steps_skipped = training.skipped
-    engine.seed_between_steps()
-
-
-def trained(engine: Engine) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of this rank that the optimizer was given."""
-    return engine.trained
-
-
-def _of_parameter(engine: Engine, name: str, parameter: torch.Tensor, stored_as: str, value: torch.Tensor) -> Holding:
-    """A parameter, or something that is cut like one: over tp, and what is left of it by rows over fsdp."""
-    at, layout = engine.layout.coordinate(engine.rank), engine.layout
-    shape = tuple(parameter.shape)
-    dims = [[Segment(0, 0, length)] for length in shape]
-    how = engine.slices.get(name)
-    if how is not None:
-        dims[how.dim] = shares(how.parts, at["tp"], layout.tp)
-    tensor = parameter.data if isinstance(parameter, nn.Parameter) else parameter
-    axes = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
-    is_sharded = "fsdp" in axes
-    if is_sharded:
-        rows = sum(segment.length for segment in dims[0])
-        own = shares((rows,), at["fsdp"], layout.fsdp)
-        dims[0] = [segment for one in own for segment in narrowed(dims[0], one.start, one.start + one.length)]
-    cut = (False, is_sharded, False, how is not None)
-    return Holding(stored_as, local_part(value.detach()), shape, pieces_of(dims), cut, engine.is_first_with(name))
-
-
-def _of_whole(engine: Engine, name: str, stored_as: str, value: torch.Tensor) -> Holding:
-    shape = tuple(value.shape)
-    nowhere = (False,) * len(COPIES)
-    return Holding(stored_as, value.detach(), shape, whole_piece(shape), nowhere, engine.is_first_with(name))
 
 
 def slot_of(key: str) -> tuple[str, str]:
@@ -333,13 +273,13 @@ def _listed(names: Sequence[str], most: int = 12) -> str:
     return ", ".join(shown(name, 300) for name in names[:most]) + more
 
 
-def _check_kinds(holdings: Iterable[Holding], sources: Mapping[str, str], index: Index) -> None:
+def _check_kinds(parts: Iterable[Held], sources: Mapping[str, str], index: Index) -> None:
     differing = []
-    for holding in holdings:
-        stored, dtype = index.tensors[sources[holding.name]], dtype_name(holding.name, holding.part.dtype)
-        if (stored.dtype, tuple(stored.shape)) != (dtype, holding.shape):
-            there, here = _kind(stored.dtype, stored.shape), _kind(dtype, holding.shape)
-            name = shown(holding.name.removeprefix("model/"))
+    for held in parts:
+        stored, dtype = index.tensors[sources[held.name]], dtype_name(held.name, held.part.dtype)
+        if (stored.dtype, tuple(stored.shape)) != (dtype, held.shape):
+            there, here = _kind(stored.dtype, stored.shape), _kind(dtype, held.shape)
+            name = shown(held.name.removeprefix("model/"))
             differing.append(f"{name} is {there} in the checkpoint and {here} in the model")
     if differing:
         fix = "build the model the checkpoint was written with"
@@ -352,18 +292,18 @@ def _kind(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _check_optimizer(engine: Engine, index: Index) -> None:
+def _check_optimizer(state: TrainingState, index: Index) -> None:
     assert index.optimizer is not None
-    if index.optimizer.name != type(engine.optimizer).__name__:
+    if index.optimizer.name != type(state.optimizer).__name__:
         raise UserError(
             f"the checkpoint has the state of {shown(index.optimizer.name)}, and the optimizer now is "
-            f"{type(engine.optimizer).__name__}",
+            f"{type(state.optimizer).__name__}",
             "build the optimizer as before, or start anew with --resume never",
         )
-    own = dict(trained(engine))
-    here = {name for name, _ in engine.stored}
+    own = dict(state.cut.trained)
+    here = {name for name, _ in state.cut.parameters}
     saved = [set(group.parameters) for group in index.optimizer.groups]
-    current = [set(group.parameters) for group in optimizer_groups(engine)]
+    current = [set(group.parameters) for group in optimizer_groups(state)]
     if len(current) != len(saved) or any(one & here != now for one, now in zip(saved, current, strict=True)):
         before, now = set().union(*saved) & here, own.keys()
         texts = [f"{name} was not trained and is now" for name in sorted(now - before)]
@@ -377,15 +317,15 @@ def _check_optimizer(engine: Engine, index: Index) -> None:
     refuse_differences("the optimizer", [], strange)
 
 
-def _restore_groups(engine: Engine, optimizer: OptimizerState) -> None:
-    for group, saved in zip(engine.optimizer.param_groups, optimizer.groups, strict=True):
+def _restore_groups(state: TrainingState, optimizer: OptimizerState) -> None:
+    for group, saved in zip(state.optimizer.param_groups, optimizer.groups, strict=True):
         for key, value in saved.options.items():
             if key in HOW_NOT_WHAT:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     rates = optimizer.rates or [None] * len(optimizer.groups)  # none are in older files
-    engine.rates.restore(RateState(rates, optimizer.schedulers))
-    engine.trainable.restore(optimizer.frozen)
+    state.rates.restore(RateState(rates, optimizer.schedulers))
+    state.trainable.restore(optimizer.frozen)
 
 
 def _is_json(value: Any) -> bool:

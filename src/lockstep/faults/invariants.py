@@ -1,6 +1,6 @@
 """What has to be true after every step (replicas are equal ...): checked now and then, and before every save.
 
-Ranks that hold the same piece of a parameter hold the same bits of it, and of its gradient once gradients were
+Ranks that hold the same part of a parameter hold the same bits of it, and of its gradient once gradients were
 exchanged; and the parameters of the model are those that are trained and stored. A digest of every tensor is computed
 where the tensor is, one number a group of equal ranks is exchanged, and names only where those differ.
 """
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.state import TrainingState
 from lockstep.errors import InvariantError
 from lockstep.follow.values import is_fake
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import Held, hold_value
+from lockstep.parallel.whole.shown import Showing
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.tensor_digest import PRIME, digests_of
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
 
 BUILD_IT_WHOLE = "build the whole model in build_model, and change values in place"
 LIKELY = {
@@ -33,60 +33,70 @@ LIKELY = {
 
 
 class Invariants:
-    """The checks of one engine. All ranks call everything here together."""
+    """The checks of one training. All ranks call everything here together."""
 
-    def __init__(self, engine: Engine, comm: Comm, every: int) -> None:
-        self._engine = engine
+    def __init__(self, state: TrainingState, showing: Showing, comm: Comm, every: int) -> None:
+        self._state = state
+        self._showing = showing
         self._comm = comm
         self._every = every
         self._first = True
-        self._parameters = parameters_of(engine)
+        with showing.hidden():
+            self._parameters = parameters_of(state.cut)
         self.checked_step = -1
         """The last step whose values were compared."""
 
-    def check_gradients(self) -> None:
-        """After gradients were exchanged and before the update: ranks with the same piece have the same gradient."""
-        step = self._engine.steps_done + 1
+    def check_gradients(self, step: int) -> None:
+        """After gradients were exchanged and before the update: ranks with the same part have the same gradient."""
         if self._is_due(step) and self._comm.world_size > 1:
-            trained = self._engine.trained
-            pieces = [Piece(name, whose_piece(self._engine, name, one), one.grad) for name, one in trained]
-            self._compare("gradient", step, pieces)
+            cut = self._state.cut
+            replicas = [cut.held[name].replicas for name, _ in cut.trained]
+            gradients = [parameter.grad for _, parameter in cut.trained]
+            self._compare("gradient", step, [name for name, _ in cut.trained], replicas, gradients)
 
-    def check_values(self) -> None:
-        """After a step: ranks with the same piece have the same value, and the model is the one that is trained."""
-        if self._is_due(self._engine.steps_done):
+    def check_values(self, step: int) -> None:
+        """After a step: ranks with the same part have the same value, and the model is the one that is trained."""
+        if self._is_due(step):
             self._first = False
-            self._compare_values(with_optimizer=False)
+            self._compare_values(step, with_optimizer=False)
 
-    def check_all(self) -> None:
+    def check_all(self, step: int) -> None:
         """Before a save and at the end: the same of the optimizer's state too, so that no checkpoint mixes ranks."""
-        self._compare_values(with_optimizer=True)
+        self._compare_values(step, with_optimizer=True)
 
-    def _compare_values(self, with_optimizer: bool) -> None:
-        engine = self._engine
-        engine.rest()
-        now = parameters_of(engine)
-        pieces = []
+    def _compare_values(self, step: int, with_optimizer: bool) -> None:
+        cut = self._state.cut
+        self._state.rest()
+        with self._showing.hidden():
+            now = parameters_of(cut)
+        parts: list[Held] = []
         if self._comm.world_size > 1:
             # At zero1 the optimizer has rows of what the model computes with, which is the same on all data ranks.
-            values = [(name, now.get(name, parameter)) for name, parameter in engine.stored]
-            named = [*values, *engine.buffers]
-            pieces = [Piece(name, whose_piece(engine, name, tensor), tensor) for name, tensor in named]
+            values = [(name, now.get(name, parameter)) for name, parameter in cut.parameters]
+            parts = [hold_value(cut.held[name], tensor) for name, tensor in [*values, *cut.buffers]]
             if with_optimizer:
-                pieces += _optimizer_pieces(engine)
-        self._compare("value", engine.steps_done, pieces, _changed_parameters(self._parameters, now))
-        self.checked_step = engine.steps_done
+                parts += _optimizer_parts(self._state)
+        facts = [held.name for held in parts], [held.replicas for held in parts], [held.stored for held in parts]
+        self._compare("value", step, *facts, _changed_parameters(self._parameters, now))
+        self.checked_step = step
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and (self._first or step % self._every == 0)
 
     def _compare(
-        self, what: Literal["value", "gradient"], step: int, pieces: Sequence[Piece], problem: str | None = None
+        self,
+        what: Literal["value", "gradient"],
+        step: int,
+        names: Sequence[str],
+        replicas: Sequence[str],
+        tensors: Sequence[torch.Tensor | None],
+        problem: str | None = None,
     ) -> None:
-        digests = digests_of(piece.tensor for piece in pieces)
+        """Compare tensors between the ranks that have the same text in `replicas` for them."""
+        digests = digests_of(tensors)
         totals: dict[str, int] = {}
-        for piece, digest in zip(pieces, digests, strict=True):
-            totals[piece.held_by] = (totals.get(piece.held_by, 0) * PRIME + digest) % (1 << 63)
+        for held_by, digest in zip(replicas, digests, strict=True):
+            totals[held_by] = (totals.get(held_by, 0) * PRIME + digest) % (1 << 63)
         everybody = self._comm.gather([problem, totals])
         for rank, (told, _) in enumerate(everybody):
             if told is not None:
@@ -94,25 +104,17 @@ class Invariants:
                 raise InvariantError(f"{told}, as seen after step {step}{on}: {BUILD_IT_WHOLE}")
         if all(len(different) == 1 for different in _by_key(everybody).values()):
             return
-        rows = [[piece.name, piece.held_by, digest] for piece, digest in zip(pieces, digests, strict=True)]
-        first = _first_difference(self._comm.gather(rows))
+        rows = zip(names, replicas, digests, strict=True)
+        first = _first_difference(self._comm.gather([list(row) for row in rows]))
         raise InvariantError(f"{first.format(what=what)} after step {step}: {LIKELY[what]}")
 
 
-class Piece(NamedTuple):
-    """What this rank has of a tensor; ranks that have the same of it are `held_by` the same text."""
-
-    name: str
-    held_by: str
-    tensor: torch.Tensor | None
-
-
-def _optimizer_pieces(engine: Engine) -> list[Piece]:
+def _optimizer_parts(state: TrainingState) -> list[Held]:
     """The tensors of the optimizer's state, held like their parameters where they are cut like them."""
     return [
-        Piece(f"the optimizer's {key} of {name}", whose_piece(engine, name, value), value)
-        for name, parameter in engine.stored
-        for key, value in sorted(engine.optimizer.state.get(parameter, {}).items())
+        hold_value(state.cut.held[name], value, f"the optimizer's {key} of {name}")
+        for name, parameter in state.cut.parameters
+        for key, value in sorted(state.optimizer.state.get(parameter, {}).items())
         if isinstance(value, torch.Tensor)
     ]
 
@@ -128,8 +130,8 @@ def _by_key(everybody: Sequence[tuple[Any, dict[str, int]]]) -> dict[str, set[in
 def _first_difference(rows: Sequence[Sequence[tuple[str, str, int]]]) -> str:
     """Which rank holds something else than the others: of several it is the one that differs from most."""
     found: dict[tuple[str, str], dict[int, int]] = {}
-    for rank, pieces in enumerate(rows):
-        for name, held_by, digest in pieces:
+    for rank, told in enumerate(rows):
+        for name, held_by, digest in told:
             found.setdefault((name, held_by), {})[rank] = digest
     for (name, _), digests in found.items():
         usual = Counter(digests.values()).most_common(1)[0][0]  # of equally many, that of the lowest rank
@@ -140,26 +142,13 @@ def _first_difference(rows: Sequence[Sequence[tuple[str, str, int]]]) -> str:
     return "some ranks hold other parameters than others, in {what},"
 
 
-def whose_piece(engine: Engine, name: str, tensor: torch.Tensor) -> str:
-    """Names the ranks that hold the same piece of a tensor: all that have this text for it."""
-    at = engine.layout.coordinate(engine.rank)
-    data = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    axes = data.device_mesh.mesh_dim_names or () if isinstance(data, DTensor) else ()
-    cut = [axis for axis, is_cut in (("fsdp", "fsdp" in axes), ("tp", name in engine.slices)) if is_cut]
-    places = [f"{axis} {at[axis]}" for axis in cut]
-    if engine.pipeline is not None:
-        places.append(f"pp {sorted(set(engine.places_with(name)))}")
-    return ", ".join(places)
-
-
-def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
+def parameters_of(cut: CutModel) -> dict[str, nn.Parameter]:
     """Every name in the model and the parameter it stands for; of stages that share one, as the first has it."""
     found: dict[str, nn.Parameter] = {}
-    with engine.hidden():
-        for model in engine.models:
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                if not is_fake(parameter):
-                    found.setdefault(name, parameter)
+    for model in cut.models:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not is_fake(parameter):
+                found.setdefault(name, parameter)
     return found
 
 

@@ -255,6 +255,6 @@ class Notes:
         if self._topic == "fsdp":
             each = -(-whole[0] // self._ranks)
             return (min(each * self._rank, whole[0]), 0)
-        dim = self._engine.slices[f"{name}.weight"].dim
+        dim = self._engine.cut.held[f"{name}.weight"].cuts[0].dim
         first = whole[dim] // self._ranks * self._rank
         return (first, 0) if dim == 0 else (0, first)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.follow.blocks import ModelPlan, balance
 from lockstep.parallel.pipeline.timetable import peak_in_flight, stages_of, timetable
-from lockstep.parallel.tensor.modules import slices
+from lockstep.parallel.tensor.modules import parameter_cuts
 from lockstep.parallel.tensor.plan_matrices import starred
+from lockstep.runtime.axis import Axis
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -46,14 +47,15 @@ def _matrices(plan: TensorPlan, model: nn.Module, tp: int) -> dict[str, Any]:
     rows = []
     for name, module in model.named_modules():
         if (role := plan.roles.get(name)) is not None:
-            sizes = {leaf: tuple(_parameter(module, leaf).shape) for leaf in slices(module, role)}
-            leaf, how = next((leaf, one) for leaf, one in slices(module, role).items() if leaf.endswith("weight"))
-            mine = [-(-n // tp) if dim == how.dim else n for dim, n in enumerate(sizes[leaf])]
+            cuts = parameter_cuts(module, role, Axis("tp", tp, 0))
+            leaf, cut = next((leaf, cut) for leaf, cut in cuts.items() if leaf.endswith("weight"))
+            whole = list(module.get_parameter(leaf).shape)
+            mine = [len(cut.rows_of(0)) if dim == cut.dim else n for dim, n in enumerate(whole)]
             rows.append(
                 {
                     "name": name,
                     "role": role.kind,
-                    "whole": list(sizes[leaf]),
+                    "whole": whole,
                     "part": mine,
                     "parts": list(role.parts),
                     "why": _pairing(plan, name, role),
@@ -81,10 +83,6 @@ def _pairing(plan: TensorPlan, name: str, role: Role) -> str:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _parameter(module: nn.Module, name: str) -> Any:
-    return module.get_parameter(name)
 
 
 def _modules(planned: Planned) -> list[dict[str, Any]]:

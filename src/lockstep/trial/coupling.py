@@ -20,9 +20,10 @@ from lockstep.data.digest import digest_of_value
 from lockstep.data.loader import MicroBatch
 from lockstep.data.looking import Read
 from lockstep.errors import UserError
-from lockstep.faults.invariants import parameters_of, whose_piece
+from lockstep.faults.invariants import parameters_of
 from lockstep.follow.carried import Place, differs, holds_objects, noted, places_of, put_back, watched
 from lockstep.follow.trees import tensors_of
+from lockstep.parallel.held import hold_value
 from lockstep.parallel.replicate.statistics import changed_by_each
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
@@ -391,10 +392,12 @@ def _zeros(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
     """What this rank has of parameters and is all zeros, by name and by who else has it."""
     found: dict[tuple[str, str], torch.Tensor] = {}
     names = set(engine.tensor_names)  # each tensor under one of its names
-    for name, parameter in parameters_of(engine).items():
+    with engine.hidden():
+        parameters = parameters_of(engine.cut)
+    for name, parameter in parameters.items():
         part = local_part(parameter.detach())
         if name in names and part.numel() and not part.any():
-            found[name, whose_piece(engine, name, parameter)] = part
+            found[name, hold_value(engine.cut.held[name], parameter).replicas] = part
     return found
 
 

@@ -1,4 +1,4 @@
-"""The order of cutting, in one place: stages, formats, compile, recompute, shard or replicate, materialise.
+"""The order of cutting, in one place (`cut_built`), for models with and without pipeline stages.
 
 A block recomputes its compiled forward. The other way round torch would have to compile the recomputation, which it
 does for plain blocks only.
@@ -6,8 +6,8 @@ does for plain blocks only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,25 +23,31 @@ from lockstep.parallel.build.compile import check_compilable, compile_blocks
 from lockstep.parallel.build.formats import accept_rounded, compute_with, store_in
 from lockstep.parallel.build.materialise import Built, build_initial, fill, fill_buffers, materialise
 from lockstep.parallel.build.recompute import recompute
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import describe_parts
 from lockstep.parallel.pipeline.plan_stages import Planned, plan_pipeline
 from lockstep.parallel.pipeline.point_to_point import Links
 from lockstep.parallel.pipeline.runner import Pipeline
-from lockstep.parallel.pipeline.stage import Stage, cut_model, skeleton_of
+from lockstep.parallel.pipeline.stage import Stage, skeleton_of, stage_model
 from lockstep.parallel.pipeline.ties import Tie
 from lockstep.parallel.pipeline.timeline import Stopwatch
 from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD, stages_of
 from lockstep.parallel.replicate.batchnorm import SyncBatchNorms
-from lockstep.parallel.replicate.gradients import GradientSync, PipelineGradients, whole_gradients
+from lockstep.parallel.replicate.gradient_sync import GradientSync
+from lockstep.parallel.replicate.gradients import Named, PipelineGradients, whole_gradients
 from lockstep.parallel.replicate.shard import ShardedGradients, shard, sharding_units
 from lockstep.parallel.replicate.statistics import RunningStatistics
 from lockstep.parallel.tensor.context import plan_context
-from lockstep.parallel.tensor.modules import Slice, cut_matrices, open_attention
+from lockstep.parallel.tensor.cut import Along
+from lockstep.parallel.tensor.modules import cut_matrices, open_attention
 from lockstep.parallel.tensor.plan_matrices import TensorPlan, plan_tensor
-from lockstep.parallel.tensor.team_grads import as_a_team
+from lockstep.parallel.tensor.team_grads import team_gradients
 from lockstep.parallel.whole.alone import refuse_hooks, refuse_sparse, refuse_tables
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.torch_private import AnyBatchNorm
+
+GiveValues = Callable[[Built, Callable[[nn.Module], None], torch.device], nn.Module]
 
 
 class Look(Protocol):
@@ -51,279 +57,121 @@ class Look(Protocol):
 
 
 @dataclass(frozen=True)
-class ParallelModel:
-    """A model that was cut for this rank, and what the engine needs to know of the cut.
+class CutFor:
+    """What a model is cut for: a layout, this rank of it, its device, and how."""
 
-    `models` is the model, or one for each stage of a pipeline that this rank has, `seeded` their modules with a random
-    stream of their own. `parameters` is what this rank holds of every parameter: the optimizer works on it, and
-    checkpoints keep it. `counted` are those that enter the gradient norm here, summed over `norm_groups`: each
-    parameter once. `together` says why every rank has to do every forward and backward, where they have to. `skeleton`
-    is the whole model without data, where no rank has all of it.
-    """
-
-    models: list[nn.Module]
-    blocks: list[str]
-    seeded: list[list[nn.Module]]
-    parameters: list[tuple[str, nn.Parameter]]
-    buffers: list[tuple[str, torch.Tensor]]
-    gradients: GradientSync
-    statistics: RunningStatistics
-    counted: list[nn.Parameter]
-    norm_groups: list[dist.ProcessGroup]
-    is_sharded: bool
-    together: str | None
-    pipeline: Pipeline | None = None
-    skeleton: nn.Module | None = None
-    slices: dict[str, Slice] = field(default_factory=dict)
-    """The parameters that are cut over the tp axis."""
-    notes: list[str] = field(default_factory=list)
-    """What people should know of how the model was cut."""
+    layout: Layout
+    comm: Comm
+    device: torch.device
+    cutting: SetupConfig
+    seed: int
 
     @property
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer is given."""
-        return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
+    def place(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.layout.coordinate(self.comm.rank)["pp"]
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether fsdp shards the weights themselves, and not only the optimizer's state (zero1)."""
+        return self.layout.fsdp > 1 and self.cutting.shard.level != "zero1"
 
 
-def parallelize(
-    build_model: Callable[[], nn.Module],
-    look: Look | None,
-    layout: Layout,
-    comm: Comm,
-    device: torch.device,
-    cutting: SetupConfig,
-    seed: int,
-) -> ParallelModel:
-    """Build the model as if on one device and cut it for this rank's place on the mesh, which has no pipeline.
+@dataclass(frozen=True)
+class OwnModels:
+    """The model of this rank, or its stages of one, changed and with values: what is left is to collect it."""
 
-    A layout with tp or cp has to `look` at a forward first.
+    models: list[nn.Module]
+    named: list[Named]
+    """The parameters that each of them has, as it has them."""
+    buffers: list[tuple[str, torch.Tensor]]
+    modules: list[tuple[str, nn.Module]]
+    """The modules that this rank computes."""
+    blocks: list[str]
+    seeded: list[list[nn.Module]]
+    sharded: list[ShardedGradients]
+    sync: SyncBatchNorms | None = None
+    pipeline: Pipeline | None = None
+
+
+def cut_model(build_model: Callable[[], nn.Module], look: Look | None, to: CutFor) -> CutModel:
+    """Build the model as if on one device and cut it for this rank's place on the mesh.
+
+    A layout with pp, tp or cp has to `look` at a forward first.
     """
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init == "by-name")
-    return parallelize_built(built, look, layout, comm, device, cutting)
+    return cut_built(build(build_model, to), look, to)
 
 
-def parallelize_built(
-    built: Built,
-    look: Look | None,
-    layout: Layout,
-    comm: Comm,
-    device: torch.device,
-    cutting: SetupConfig,
-    give_values: Callable[[Built, Callable[[nn.Module], None], torch.device], nn.Module] = materialise,
-) -> ParallelModel:
-    """Cut a model that is built; `give_values` cuts it for good and gives it values, which a dry run has none of."""
-    numerics = cutting.numerics
-    fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
-    blocks: list[tuple[str, nn.Module]] = []
-    seeded: list[nn.Module] = []
-    sharded: list[ShardedGradients] = []
-    synchronised: list[SyncBatchNorms] = []
+def plan_model(build_model: Callable[[], nn.Module], look: Look, to: CutFor) -> Planned:
+    """How a layout would cut a model, to be explained."""
+    return plan_stages(build(build_model, to), look, to)
 
-    def cut(model: nn.Module) -> None:
-        check_compilable(cutting.compile, model, cutting.recompute)
-        store_in(model, numerics)
-        blocks.extend(find_blocks(model))
-        has_batch_norm = any(isinstance(layer, AnyBatchNorm) for layer in model.modules())
-        if synchronises(layout, cutting) and (
-            has_batch_norm or layout.pp > 1
-        ):  # a stage may have none, all make groups
-            synchronised.append(SyncBatchNorms(model, comm, cutting.batch_norm == "sync"))
-        if (computed_with := numerics.param_dtype or numerics.storage_dtype) != "fp32":
-            accept_rounded(model, computed_with, device)
-        if numerics.param_dtype is not None and not fully_sharded:  # else shards are gathered in it
-            compute_with(model, blocks, numerics.param_dtype)
-        modules = [block for _, block in blocks]
-        seeded.extend(seed_points(model, modules))
-        change_forwards(cutting, modules, modules or [model], layout.team > 1)
-        if fully_sharded:
-            units = sharding_units(model, modules, cutting.shard)
-            sharded.append(shard(model, units, comm, cutting.shard, numerics))
 
-    refuse_hooks(built.model, layout)
-    refuse_tables(built.model, layout)
-    slices: dict[str, Slice] = {}
-    notes: list[str] = []
-    skeleton: nn.Module | None = None
-    if fully_sharded and give_values is materialise:
-        skeleton = skeleton_of(built.model, device)
-    if look is not None:
-        fill_buffers(built)
-        if layout.cp > 1:
-            open_attention(built.model)
-        skeleton = skeleton_of(built.model, device)
-        plan, gathers = plan_team(skeleton, look, layout, cutting, device)
+def cut_built(built: Built, look: Look | None, to: CutFor, give_values: GiveValues = materialise) -> CutModel:
+    """The order of cutting: stages, matrices; formats, recompute, compile, shards; values; what comes of it.
+
+    `give_values` cuts a model without stages for good and gives it values, which a dry run has none of.
+    """
+    stages, tensor, skeleton, notes = None, None, None, list[str]()
+    if look is not None and to.layout.pp > 1:
+        stages = plan_stages(built, look, to)
+        skeleton, tensor = stages.skeleton, stages.tensor
+    elif look is not None:
+        make_ready_to_look(built, to)
+        skeleton = skeleton_of(built.model, to.device)
+        tensor, gathers = plan_team(skeleton, look, to)
         notes += [f"whole sequences are gathered: {line}" for line in gathers]
-        built, slices = cut_for_team(built, plan, comm, notes)
-    model = give_values(built, cut, device)
-    parameters = list(model.named_parameters())
-    gradients: GradientSync
-    if sharded:
-        gradients = sharded[0]
-        sharded[0].with_whole(parameters)
-    else:
-        gradients, parameters = whole_gradients(parameters, layout, comm, numerics)
-    gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
-    counted = count_once(counted, layout, comm)
-    return ParallelModel(
-        [model],
-        [name for name, _ in blocks],
-        [seeded],
-        parameters,
-        list(model.named_buffers()),
-        gradients,
-        RunningStatistics(
-            model.named_modules(),
-            comm,
-            comm.data_group() if layout.team > 1 else None,
-            sync=synchronised[0] if synchronised else None,
-        ),
-        counted,
-        comm.groups("fsdp", "tp"),
-        layout.fsdp > 1,
-        "a sharded layout" if layout.fsdp > 1 else None,
-        skeleton=skeleton,
-        slices=slices,
-        notes=notes,
-    )
+    elif to.is_fully_sharded and give_values is materialise:
+        skeleton = skeleton_of(built.model, to.device)
+    built, matrices = cut_for_team(built, tensor, to.comm, notes)
+    own = own_stages(built, stages, to) if stages is not None else own_model(built, to, give_values)
+    return collect(own, skeleton, matrices, to, notes)
 
 
-def parallelize_pipeline(
-    build_model: Callable[[], nn.Module],
-    look: Look,
-    layout: Layout,
-    comm: Comm,
-    device: torch.device,
-    cutting: SetupConfig,
-    seed: int,
-) -> ParallelModel:
-    """Build the model as if on one device, look at its forward, and cut it into the stages of this rank."""
-    numerics, config = cutting.numerics, cutting.pipeline
-    built, planned = build_and_plan(build_model, look, layout, comm, device, cutting, seed)
-    plan, skeleton = planned.plan, planned.skeleton
-    notes: list[str] = []
-    built, slices = cut_for_team(built, planned.tensor, comm, notes)
-    rank = layout.coordinate(comm.rank)["pp"]
-    links = Links(rank, comm.pipeline_ranks(), comm.pipeline_groups(), device)
-    fully_sharded = layout.fsdp > 1 and cutting.shard.level != "zero1"
-    sharding = cutting.shard
-    if config.schedule in SPLITS_BACKWARD:
-        # The second half of a backward pass reads the weights again, when torch has given them back already.
-        sharding = sharding.model_copy(update={"level": "zero2"})
-
-    stages: list[Stage] = []
-    seeded: list[list[nn.Module]] = []
-    sharded: list[ShardedGradients] = []
-    taken: dict[int, nn.Parameter] = {}
-    taken_buffers: dict[int, torch.Tensor] = {}
-    for number in stages_of(config.schedule, layout.pp, config.per_rank)[rank]:
-        owned = {name for name, users in plan.users.items() if number in users}
-        buffers = {name for name, users in plan.buffer_users.items() if number in users}
-        model = cut_model(built.model, owned, buffers, device, {} if fully_sharded else taken, taken_buffers)
-        if numerics.storage_dtype != "fp32":
-            accept_rounded(model, numerics.storage_dtype, device)
-        # Before sharding, which gives modules other classes.
-        seeded.append(seed_points(model, [block for _, block in find_blocks(model)]))
-        first, end = plan.cuts[number], plan.cuts[number + 1]
-        own = [model.get_submodule(part.name) for part in plan.parts[first:end]]
-        blocks = [module for module, part in zip(own, plan.parts[first:end], strict=True) if part.is_block]
-        change_forwards(cutting, blocks, blocks or own, layout.team > 1)
-        stage = Stage(model, [part.name for part in plan.parts], number, first, end)
-        if fully_sharded:
-            units = sharding_units(stage, blocks, sharding)
-            without_data = [parameter for parameter in stage.parameters() if is_fake(parameter)]
-            sharded.append(shard(stage, units, comm, sharding, numerics, without_data))
-        stages.append(stage)
-
-    held: dict[str, list[nn.Parameter]] = {}
-    for stage in stages:
-        for name, parameter in stage.model.named_parameters():
-            if stage.number in plan.users[name] and not any(parameter is one for one in held.get(name, [])):
-                held.setdefault(name, []).append(parameter)
-    if built.tensors is not None:
-        for name, full in built.tensors(None):
-            for copy in held.get(name, ()):
-                fill([(name, copy)], iter([(name, full)]))
-    for stage in stages:
-        stage.wire()
-    pipeline = Pipeline(stages, plan, config.schedule, layout.pp, rank, links, Stopwatch(device))
-    parameters = [(name, copies[0]) for name, copies in held.items()]
-    for stage, shards in zip(stages, sharded, strict=False):
-        named = stage.model.named_parameters()
-        shards.with_whole((name, parameter) for name, parameter in named if stage.number in plan.users[name])
-    inner: list[GradientSync] = list(sharded)
-    if not sharded:
-        one, parameters = whole_gradients(parameters, layout, comm, numerics)
-        inner = [one]
-    ties = _ties(pipeline, dict(parameters), held, comm)
-    gradients: GradientSync = PipelineGradients(inner, ties)
-    gradients, parameters, counted = as_a_team(gradients, parameters, slices, layout, comm)
-    counted = count_once(counted, layout, comm)
-    first_here = {id(p) for name, p in parameters if pipeline.rank_of[plan.users[name][0]] == rank}
-    return ParallelModel(
-        [stage.model for stage in stages],
-        [part.name for part in plan.parts if part.is_block],
-        seeded,
-        parameters,
-        _own_buffers(stages),
-        gradients,
-        RunningStatistics(_own_modules(plan, stages), comm, comm.data_group()),
-        [parameter for parameter in counted if id(parameter) in first_here],
-        comm.groups("fsdp", "pp", "tp"),
-        layout.fsdp > 1,
-        "a sharded layout" if layout.fsdp > 1 else "a pipeline",
-        pipeline,
-        skeleton,
-        slices,
-        notes,
-    )
+def build(build_model: Callable[[], nn.Module], to: CutFor) -> Built:
+    """The model as one device would build it, and what this layout cannot train refused."""
+    check_goes_together(to.layout, to.cutting)
+    by_name = to.cutting.init == "by-name"
+    built = build_initial(build_model, comm=to.comm, device=to.device, seed=to.seed, by_name=by_name)
+    refuse_hooks(built.model, to.layout)
+    refuse_tables(built.model, to.layout)
+    return built
 
 
-def build_and_plan(
-    build_model: Callable[[], nn.Module],
-    look: Look,
-    layout: Layout,
-    comm: Comm,
-    device: torch.device,
-    cutting: SetupConfig,
-    seed: int,
-) -> tuple[Built, Planned]:
-    """The model as one device would build it, and how a layout cuts it; without a pipeline it is one stage."""
-    config, stages, cuts = cutting.pipeline, 1, None
-    if layout.pp > 1:
-        check_goes_together(layout, cutting)
-        stages, cuts = layout.pp * config.per_rank, config.cuts
-    built = build_initial(build_model, comm=comm, device=device, seed=seed, by_name=cutting.init == "by-name")
-    refuse_hooks(built.model, layout)
-    refuse_tables(built.model, layout)
+def make_ready_to_look(built: Built, to: CutFor) -> None:
+    """A forward without data needs the buffers' values, and cut sequences need torch's attention opened up."""
     fill_buffers(built)
-    store_in(built.model, cutting.numerics)
-    if layout.cp > 1:
+    if to.layout.cp > 1:
         open_attention(built.model)
-    planned = plan_pipeline(built.model, look, stages, cuts, comm, device)
-    borders = [part.name for part in planned.plan.parts] if layout.pp > 1 else []
-    tensor, gathers = plan_team(planned.skeleton, look, layout, cutting, device, borders)
-    return built, replace(planned, tensor=tensor, gathers=gathers)
+
+
+def plan_stages(built: Built, look: Look, to: CutFor) -> Planned:
+    """How a layout cuts a model; without a pipeline it is one stage."""
+    config, pp = to.cutting.pipeline, to.layout.pp
+    make_ready_to_look(built, to)
+    store_in(built.model, to.cutting.numerics)
+    stages, cuts = (pp * config.per_rank, config.cuts) if pp > 1 else (1, None)
+    planned = plan_pipeline(built.model, look, stages, cuts, to.comm, to.device)
+    borders = [part.name for part in planned.plan.parts] if pp > 1 else []
+    tensor, gathers = plan_team(planned.skeleton, look, to, borders)
+    return replace(planned, tensor=tensor, gathers=gathers)
 
 
 def plan_team(
-    skeleton: nn.Module,
-    look: Look,
-    layout: Layout,
-    cutting: SetupConfig,
-    device: torch.device,
-    borders: Sequence[str] = (),
+    skeleton: nn.Module, look: Look, to: CutFor, borders: Sequence[str] = ()
 ) -> tuple[TensorPlan | None, list[str]]:
     """How ranks that compute together share the matrices of a model, and where they need whole sequences."""
+    layout = to.layout
     if layout.team > 1:
         refuse_sparse(skeleton, "summed over ranks that compute together", "a dp layout")
     gathers = plan_context(skeleton, look, layout.cp) if layout.cp > 1 else []
     if layout.tp == 1:
         return None, gathers
-    tokens = cuts_tokens(cutting, device)
-    return plan_tensor(skeleton, look, cutting.tensor.roles, layout.tp, borders, tokens), gathers
+    tokens = cuts_tokens(to.cutting, to.device)
+    return plan_tensor(skeleton, look, to.cutting.tensor.roles, layout.tp, borders, tokens), gathers
 
 
-def cut_for_team(built: Built, plan: TensorPlan | None, comm: Comm, notes: list[str]) -> tuple[Built, dict[str, Slice]]:
+def cut_for_team(built: Built, plan: TensorPlan | None, comm: Comm, notes: list[str]) -> tuple[Built, dict[str, Along]]:
     """Leave of the matrices what a plan gives this rank, and note that."""
     axis = comm.cut_axis("tp")
     if plan is None or axis is None:
@@ -332,10 +180,152 @@ def cut_for_team(built: Built, plan: TensorPlan | None, comm: Comm, notes: list[
     return cut_matrices(built, plan.roles, axis._replace(sequence=plan.sequence))
 
 
-def count_once(counted: list[nn.Parameter], layout: Layout, comm: Comm) -> list[nn.Parameter]:
-    """Without what all ranks of the fsdp axis hold whole, parameters of a single number, but on the first of them."""
-    first = layout.coordinate(comm.rank)["fsdp"] == 0
-    return counted if first else [parameter for parameter in counted if parameter.dim() > 0]
+def own_model(built: Built, to: CutFor, give_values: GiveValues) -> OwnModels:
+    """The whole model, changed for this rank, with its values."""
+    cutting = to.cutting
+    blocks: list[tuple[str, nn.Module]] = []
+    found: list[tuple[list[nn.Module], list[ShardedGradients]]] = []
+    sync: list[SyncBatchNorms] = []
+
+    def cut(model: nn.Module) -> None:
+        check_compilable(cutting.compile, model, cutting.recompute)
+        store_in(model, cutting.numerics)
+        blocks.extend(find_blocks(model))
+        if synchronises(to.layout, cutting) and any(isinstance(layer, AnyBatchNorm) for layer in model.modules()):
+            sync.append(SyncBatchNorms(model, to.comm, cutting.batch_norm == "sync"))
+        modules = [block for _, block in blocks]
+        found.append(change_forwards(model, model, modules, modules or [model], to))
+
+    model = give_values(built, cut, to.device)
+    (seeded, sharded), names = found[0], [name for name, _ in blocks]
+    named, buffers, modules = list(model.named_parameters()), list(model.named_buffers()), list(model.named_modules())
+    return OwnModels([model], [named], buffers, modules, names, [seeded], sharded, sync[0] if sync else None)
+
+
+def own_stages(built: Built, planned: Planned, to: CutFor) -> OwnModels:
+    """The stages of this rank, each a copy of the model that has data for its own parts only."""
+    plan, config = planned.plan, to.cutting.pipeline
+    stages: list[Stage] = []
+    seeded: list[list[nn.Module]] = []
+    sharded: list[ShardedGradients] = []
+    taken: dict[int, nn.Parameter] = {}
+    taken_buffers: dict[int, torch.Tensor] = {}
+    for number in stages_of(config.schedule, to.layout.pp, config.per_rank)[to.place]:
+        owned = {name for name, users in plan.users.items() if number in users}
+        buffers = {name for name, users in plan.buffer_users.items() if number in users}
+        again = {} if to.is_fully_sharded else taken
+        model = stage_model(built.model, owned, buffers, to.device, again, taken_buffers)
+        first, end = plan.cuts[number], plan.cuts[number + 1]
+        parts = [model.get_submodule(part.name) for part in plan.parts[first:end]]
+        blocks = [module for module, part in zip(parts, plan.parts[first:end], strict=True) if part.is_block]
+        stage = Stage(model, [part.name for part in plan.parts], number, first, end)
+        of_stage, shards = change_forwards(stage, model, blocks, blocks or parts, to)
+        stages.append(stage)
+        seeded.append(of_stage)
+        sharded += shards
+    named = [
+        [(name, parameter) for name, parameter in stage.model.named_parameters() if stage.number in plan.users[name]]
+        for stage in stages
+    ]
+    if built.tensors is not None:
+        for name, full in built.tensors(None):
+            copies = {id(parameter): parameter for own in named for other, parameter in own if other == name}
+            for copy in copies.values():
+                fill([(name, copy)], iter([(name, full)]))
+    for stage in stages:
+        stage.wire()
+    links = Links(to.place, to.comm.pipeline_ranks(), to.comm.pipeline_groups(), to.device)
+    pipeline = Pipeline(stages, plan, config.schedule, to.layout.pp, to.place, links, Stopwatch(to.device))
+    own_buffers = {name: one for stage in stages for name, one in stage.model.named_buffers() if not is_fake(one)}
+    blocks_of_all = [part.name for part in plan.parts if part.is_block]
+    return OwnModels(
+        [stage.model for stage in stages],
+        named,
+        list(own_buffers.items()),
+        _own_modules(plan, stages),
+        blocks_of_all,
+        seeded,
+        sharded,
+        pipeline=pipeline,
+    )
+
+
+def change_forwards(
+    root: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], recomputed: Sequence[nn.Module], to: CutFor
+) -> tuple[list[nn.Module], list[ShardedGradients]]:
+    """Number formats, then compiled and recomputed blocks, then shards: of a model, or of a stage (`root`).
+
+    Returns its modules with a random stream of their own, and how its shards come together, if it has any.
+    """
+    cutting, numerics = to.cutting, to.cutting.numerics
+    rounded = numerics.storage_dtype if to.layout.pp > 1 else numerics.param_dtype or numerics.storage_dtype
+    if rounded != "fp32":
+        accept_rounded(model, rounded, to.device)
+    if numerics.param_dtype is not None and not to.is_fully_sharded:  # else shards are gathered in it
+        compute_with(model, find_blocks(model), numerics.param_dtype)
+    # Before sharding, which gives modules other classes.
+    seeded = seed_points(model, [block for _, block in find_blocks(model)])
+    if cutting.compile == "blocks":
+        compile_blocks(list(blocks), to.layout.team > 1)
+    if cutting.recompute:
+        for module in recomputed:
+            recompute(module)
+    if not to.is_fully_sharded:
+        return seeded, []
+    config = cutting.shard
+    if to.layout.pp > 1 and cutting.pipeline.schedule in SPLITS_BACKWARD:
+        # The second half of a backward pass reads the weights again, when torch has given them back already.
+        config = config.model_copy(update={"level": "zero2"})
+    units = sharding_units(root, blocks, config)
+    elsewhere = [parameter for parameter in root.parameters() if is_fake(parameter)]
+    return seeded, [shard(root, units, to.comm, config, numerics, elsewhere)]
+
+
+def collect(
+    own: OwnModels, skeleton: nn.Module | None, matrices: dict[str, Along], to: CutFor, notes: list[str]
+) -> CutModel:
+    """How gradients come together, what the optimizer is given, and what this rank holds of every tensor."""
+    layout, comm, pipeline = to.layout, to.comm, own.pipeline
+    held = describe_parts(skeleton or own.models[0], matrices, _places(pipeline), comm, to.place)
+    copies: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in (pair for named in own.named for pair in named):
+        if not any(parameter is copy for copy in copies.get(name, [])):
+            copies.setdefault(name, []).append(parameter)
+    parameters = [(name, several[0]) for name, several in copies.items()]
+    for shards, named in zip(own.sharded, own.named, strict=False):
+        shards.with_whole(named)
+    inner: list[GradientSync] = list(own.sharded)
+    if not inner:
+        gradients, parameters = whole_gradients(parameters, held, comm, to.cutting.numerics)
+        inner = [gradients]
+    gradients = inner[0]
+    if pipeline is not None:
+        gradients = PipelineGradients(inner, _ties(pipeline, dict(parameters), copies, comm))
+    gradients, parameters = team_gradients(gradients, parameters, held, comm)
+    stored = {name: replace(held[name], stored=tensor) for name, tensor in (*parameters, *own.buffers)}
+    at = layout.coordinate(comm.rank)
+    counted = [  # in the gradient norm: of ranks that hold the same, on the first
+        parameter
+        for name, parameter in parameters
+        if held[name].is_first and all(at[axis] == 0 or held[name].is_cut_over(axis) for axis in ("fsdp", "tp"))
+    ]
+    data_ranks = comm.data_group() if layout.team * layout.pp > 1 else None
+    return CutModel(
+        layout=layout,
+        rank=comm.rank,
+        models=own.models,
+        blocks=own.blocks,
+        seeded=own.seeded,
+        held={**stored, **{name: one for name, one in held.items() if name not in stored}},
+        gradients=gradients,
+        statistics=RunningStatistics(own.modules, comm, data_ranks, own.sync),
+        counted=counted,
+        norm_groups=comm.groups("fsdp", "pp", "tp"),
+        together="a sharded layout" if layout.fsdp > 1 else "a pipeline" if layout.pp > 1 else None,
+        pipeline=pipeline,
+        skeleton=skeleton,
+        notes=notes,
+    )
 
 
 def cuts_tokens(cutting: SetupConfig, device: torch.device) -> bool:
@@ -393,10 +383,12 @@ def _own_modules(plan: ModelPlan, stages: list[Stage]) -> list[tuple[str, nn.Mod
     ]
 
 
-def _own_buffers(stages: list[Stage]) -> list[tuple[str, torch.Tensor]]:
-    """The buffers this rank has: its stages share those that are outside of parts."""
-    buffers = {name: buffer for stage in stages for name, buffer in stage.model.named_buffers() if not is_fake(buffer)}
-    return list(buffers.items())
+def _places(pipeline: Pipeline | None) -> dict[str, list[int]]:
+    """The places in a pipeline that have each parameter and buffer, the first stage's first."""
+    if pipeline is None:
+        return {}
+    users = {**pipeline.plan.buffer_users, **pipeline.plan.users}
+    return {name: [pipeline.rank_of[stage] for stage in stages] for name, stages in users.items()}
 
 
 def _ties(
@@ -411,14 +403,3 @@ def _ties(
         for name in sorted(held)  # in one order on every rank
         if len(ranks_of[name]) > 1 or len(held[name]) > 1
     ]
-
-
-def change_forwards(
-    cutting: SetupConfig, blocks: Iterable[nn.Module], recomputed: Iterable[nn.Module], cut: bool
-) -> None:
-    """Compile the blocks and let modules recompute themselves, where that was asked for."""
-    if cutting.compile == "blocks":
-        compile_blocks(list(blocks), cut)
-    if cutting.recompute:
-        for module in recomputed:
-            recompute(module)

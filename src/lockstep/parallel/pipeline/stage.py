@@ -169,7 +169,7 @@ class Stage(nn.Module):
         return output
 
 
-def cut_model(
+def stage_model(
     model: nn.Module,
     owned: Collection[str],
     owned_buffers: Collection[str],

@@ -17,16 +17,15 @@ from torch import nn
 from lockstep.config.schema import Format
 from lockstep.errors import UserError
 from lockstep.parallel.build.formats import sum_dtype
+from lockstep.parallel.replicate.gradient_sync import GradientSync
 from lockstep.runtime.comm import Comm
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in the backward pass
 BUCKET_BYTES = 25 << 20
 
 
-class GradientBuckets:
+class GradientBuckets(GradientSync):
     """The gradients of a replicated model, kept as views into flat buffers that are summed over `group`."""
-
-    path = 0
 
     def __init__(
         self,
@@ -35,6 +34,7 @@ class GradientBuckets:
         comm: Comm,
         reduce_dtype: Format = "fp32",
     ) -> None:
+        super().__init__()
         self._group = group
         self._comm = comm
         self._buckets: list[_Bucket] = []
@@ -56,10 +56,12 @@ class GradientBuckets:
                 self._bucket_of[numbers[parameter]] = bucket
                 parameter.register_post_accumulate_grad_hook(partial(_arrived, me, numbers[parameter]))
         # On a GPU reading it would wait for the sums.
-        self.counts_unused = all(not parameter.is_cuda for parameter in self._names)
+        self._counts_unused = all(not parameter.is_cuda for parameter in self._names)
 
-    def rest(self) -> None:
-        """Between steps: nothing is gathered, nothing to give back."""
+    @property
+    def counts_unused(self) -> bool:
+        """Whether the number that travels with the last bucket is read."""
+        return self._counts_unused
 
     def begin(self) -> None:
         """Start a step: all gradients zero."""
@@ -85,18 +87,12 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.wait()
         self._summing = False  # a backward between steps is nobody else's
-        return self.counts_unused and bool(self._buckets) and bool(self._buckets[-1].note)
+        return self._counts_unused and bool(self._buckets) and bool(self._buckets[-1].note)
 
     def finish(self, somebody_has_unused: bool) -> None:
         """Make the sums this step's gradients."""
         if somebody_has_unused:
             self._drop_unused_gradients()
-
-    def updated(self) -> None:
-        """Every rank has updated its own copy of all parameters."""
-
-    def restored(self) -> None:
-        """Every rank has restored its own copy of all parameters."""
 
     def arrived(self, number: int, parameter: nn.Parameter) -> None:
         """Autograd has a gradient of this parameter."""

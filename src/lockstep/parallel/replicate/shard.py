@@ -20,6 +20,7 @@ from lockstep.config.schema import NumericsConfig, ShardConfig
 from lockstep.errors import UserError
 from lockstep.parallel.build.formats import dtype_of, sum_dtype
 from lockstep.parallel.replicate.buckets import GradientBuckets
+from lockstep.parallel.replicate.gradient_sync import GradientSync
 from lockstep.parallel.whole.alone import refuse_sparse
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.torch_private import (
@@ -207,7 +208,7 @@ def weights_read_by_their_modules() -> Iterator[None]:
         raise read_elsewhere() from error
 
 
-class ShardedGradients:
+class ShardedGradients(GradientSync):
     """When the sharded model's gradients are reduced, in the last backward of a step only, and that it was right."""
 
     counts_unused = False
@@ -220,6 +221,7 @@ class ShardedGradients:
         numerics: NumericsConfig,
         keeps_gathered: bool,
     ) -> None:
+        super().__init__()
         self._model = model
         self._units = units
         self._comm = comm
@@ -232,19 +234,24 @@ class ShardedGradients:
         self._watched: dict[str, nn.Parameter] = {}
         self._used: set[str] = set()
         self._views: list[tuple[torch.Tensor, int]] = []
-        self._whole: GradientBuckets | None = None
-        self.path = 0
+        self._path = 0
         names = {id(module): name for name, module in model.named_modules()}
         for number, unit in enumerate(units):
             assert isinstance(unit, nn.Module)
             unit.register_forward_pre_hook(partial(self._remember_call, number, names[id(unit)] or "the model"))
             unit.register_forward_hook(self._remember_views)
 
+    @property
+    def path(self) -> int:
+        """The order in which the units of this rank were gathered in this step."""
+        return self._path
+
     def with_whole(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Parameters that are a single number are not sharded: every rank has them, and gradients are summed."""
         single = [(name, parameter) for name, parameter in named if parameter.dim() == 0]
         if any(parameter.requires_grad for _, parameter in single):
-            self._whole = GradientBuckets(single, self._comm.data_group(), self._comm, self._numerics.reduce_dtype)
+            group, dtype = self._comm.data_group(), self._numerics.reduce_dtype
+            self.inner = [GradientBuckets(single, group, self._comm, dtype)]
 
     def rest(self) -> None:
         """Between steps: only shards. A forward without a backward leaves the root's parameters gathered."""
@@ -258,13 +265,12 @@ class ShardedGradients:
         if not self._watched:
             self._watch()
         self._used.clear()
-        self.path = 0
+        self._path = 0
         self._comm.beat.gathered.clear()
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
         self._model.set_requires_gradient_sync(False)
-        if self._whole is not None:
-            self._whole.begin()
+        super().begin()
 
     def before_backward(self, last: bool) -> None:
         """The step's last backward pass reduces what has accumulated.
@@ -280,8 +286,7 @@ class ShardedGradients:
                 "the output of the model or of a sharded part of it is changed in place, which breaks sharding",
                 "write x = x / 2 rather than x /= 2",
             )
-        if self._whole is not None:
-            self._whole.before_backward(last)
+        super().before_backward(last)
         if self._keeps_gathered:
             self._model.set_reshard_after_backward(last)
         if last:
@@ -296,18 +301,11 @@ class ShardedGradients:
 
     def unused(self) -> int:
         """How many parameters got no gradient on this rank in this step."""
-        return len(self._watched) - len(self._used) + (self._whole.unused() if self._whole is not None else 0)
-
-    def wait(self) -> bool:
-        """The backward pass has waited itself, for shards."""
-        if self._whole is not None:
-            self._whole.wait()
-        return False
+        return len(self._watched) - len(self._used) + super().unused()
 
     def finish(self, somebody_has_unused: bool) -> None:
         """The reduction is over. A parameter used on no rank has no gradient, as in one process."""
-        if self._whole is not None:
-            self._whole.finish(somebody_has_unused)
+        super().finish(somebody_has_unused)
         if not somebody_has_unused:
             return
         users = self._comm.sum_over_data([float(name in self._used) for name in self._watched])
@@ -320,14 +318,8 @@ class ShardedGradients:
                     "use a dp layout or a newer torch, or let every forward use it (add its output times 0)",
                 )
 
-    def updated(self) -> None:
-        """The optimizer worked on the shards themselves."""
-
-    def restored(self) -> None:
-        """So did the checkpoint."""
-
     def _remember_call(self, number: int, name: str, *_: Any) -> None:
-        self.path = (self.path * 31 + number + 1) % 1_000_003
+        self._path = (self._path * 31 + number + 1) % 1_000_003
         self._comm.beat.gathered.append(name)
 
     def _remember_views(self, _: nn.Module, __: Any, output: Any) -> None:

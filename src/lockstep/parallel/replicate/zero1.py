@@ -6,25 +6,27 @@ parameters, and of the gradients that all data ranks have summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from lockstep.config.schema import Format
+from lockstep.parallel.held import Held, show_whole
 from lockstep.parallel.replicate.buckets import GradientBuckets, fill_buckets
 from lockstep.parallel.replicate.shard import data_mesh, refuse_unshardable
+from lockstep.parallel.tensor.cut import Along
 from lockstep.runtime.comm import Comm, gather_into
-from lockstep.runtime.dtensors import of_part
 from lockstep.runtime.torch_private import foreach_copy
 
 
 class ShardedOptimizer(GradientBuckets):
     """Gradients summed over all data ranks, and the rows of parameters that this rank's optimizer works on."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm, reduce_dtype: Format) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], held: Mapping[str, Held], comm: Comm, reduce_dtype: Format
+    ) -> None:
         refuse_unshardable(named)
         shards = comm.group("fsdp")
         assert shards is not None
@@ -32,18 +34,22 @@ class ShardedOptimizer(GradientBuckets):
         everybody = shards if comm.group("dp") is None else comm.data_group()
         super().__init__(list(whole.items()), everybody, comm, reduce_dtype)
         self._mesh = data_mesh(comm)
-        self._shards = shards
-        self.rows = {name: self._own_rows(parameter) for name, parameter in whole.items()}
+        cuts = {name: held[name].cuts[-1] for name, parameter in whole.items() if parameter.dim() > 0}
+        self.rows = {name: self._own_rows(parameter, cuts.get(name)) for name, parameter in whole.items()}
         # Views like the parameters' own: the buckets keep their place, so these are made once.
         views = {p: view for bucket in self._buckets for p, view in zip(bucket.members, bucket.views, strict=True)}
         self._gradients = [
-            (parameter, self.rows[name], self._own_part(views[parameter]))
+            (parameter, self.rows[name], self._own_part(views[parameter], cuts.get(name)))
             for name, parameter in whole.items()
             if parameter.requires_grad
         ]
         frozen = [parameter for parameter in whole.values() if not parameter.requires_grad]
+        by_parameter = {whole[name]: cut for name, cut in cuts.items()}
         self._trained, self._frozen = (
-            [_Rows(members, shards) for members in fill_buckets([one for one in some if one.dim() > 0])]
+            [
+                _Rows([(parameter, by_parameter[parameter]) for parameter in members], shards)
+                for members in fill_buckets([one for one in some if one.dim() > 0])
+            ]
             for some in (views, frozen)
         )
 
@@ -66,28 +72,24 @@ class ShardedOptimizer(GradientBuckets):
         for bucket in (*self._trained, *self._frozen):
             bucket.gather()
 
-    def _own_rows(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dim() == 0:  # a single number has no rows: every rank updates it
+    def _own_rows(self, parameter: nn.Parameter, cut: Along | None) -> nn.Parameter:
+        if cut is None:  # a single number has no rows: every rank updates it
             return parameter
-        return nn.Parameter(self._own_part(parameter.data), requires_grad=parameter.requires_grad)
+        return nn.Parameter(self._own_part(parameter.data, cut), requires_grad=parameter.requires_grad)
 
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        if whole.dim() == 0:
-            return whole
-        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
-        mine = chunk_of(whole, self._shards.rank(), self._shards.size())
-        return of_part(mine, self._mesh, placements, whole.shape, whole.stride())
+    def _own_part(self, whole: torch.Tensor, cut: Along | None) -> torch.Tensor:
+        return whole if cut is None else show_whole(_rows_of(whole, cut), whole.shape, [cut], self._mesh)
 
 
 class _Rows:
     """Parameters whose rows are gathered by one collective: each rank sends its rows of all, padded to equal sizes."""
 
-    def __init__(self, members: Sequence[nn.Parameter], shards: dist.ProcessGroup) -> None:
+    def __init__(self, members: Sequence[tuple[nn.Parameter, Along]], shards: dist.ProcessGroup) -> None:
         self._shards = shards
-        self._whole = [parameter.data.view(-1) for parameter in members]
-        self._own = [chunk_of(p.data, shards.rank(), shards.size()).view(-1) for p in members]
-        # The first chunk is a largest one.
-        self._padded = [chunk_of(p.data, 0, shards.size()).numel() for p in members]
+        self._whole = [parameter.data.view(-1) for parameter, _ in members]
+        self._own = [_rows_of(parameter.data, cut).view(-1) for parameter, cut in members]
+        # The first part is a largest one.
+        self._padded = [_rows_of(parameter.data, cut, 0).numel() for parameter, cut in members]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -108,7 +110,7 @@ class _Rows:
         foreach_copy(targets, sources)
 
 
-def chunk_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The rows of one rank, none where there are fewer rows than ranks: what `fully_shard` would give it."""
-    chunks = whole.chunk(ranks)
-    return chunks[rank] if rank < len(chunks) else whole[:0]
+def _rows_of(whole: torch.Tensor, cut: Along, rank: int | None = None) -> torch.Tensor:
+    """A view of the rows of a rank, none where there are fewer rows than ranks: what `fully_shard` would give it."""
+    rows = cut.rows_of(cut.axis.rank if rank is None else rank)
+    return whole.narrow(0, rows.start, len(rows))

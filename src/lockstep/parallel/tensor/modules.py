@@ -44,13 +44,6 @@ class Role(NamedTuple):
     parts: Parts
 
 
-class Slice(NamedTuple):
-    """How a parameter is cut: along a dim, each of its parts shared out evenly."""
-
-    dim: int
-    parts: Parts
-
-
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a matrix and nothing else; one that is computed from other parameters is not."""
     plain_matrix = type(module).forward is nn.Linear.forward or _is_conv1d(module)
@@ -69,23 +62,23 @@ def features(module: nn.Module) -> tuple[int, int]:
     return (shape[0], shape[1]) if _is_conv1d(module) else (shape[1], shape[0])
 
 
-def slices(module: nn.Module, role: Role) -> dict[str, Slice]:
+def parameter_cuts(module: nn.Module, role: Role, axis: Axis) -> dict[str, Along]:
     """Which parameters of a module are cut for its role, and how; names are those inside the module."""
     takes, returns = (0, 1) if _is_conv1d(module) else (1, 0)
     if role.kind == "row":
-        return {"weight": Slice(takes, role.parts)}
+        return {"weight": Along(axis, takes, role.parts)}
     if role.kind == "vocabulary":
-        return {"weight": Slice(0, role.parts)}
+        return {"weight": Along(axis, 0, role.parts)}
     if role.kind == "heads":
         assert isinstance(module, nn.MultiheadAttention)
         width = (module.embed_dim,)
-        found = {"in_proj_bias": Slice(0, width * 3), "in_proj_weight": Slice(0, width * 3)}
-        found |= {f"{name}_proj_weight": Slice(0, width) for name in "qkv"}
-        found["out_proj.weight"] = Slice(1, width)
+        found = {f"in_proj_{name}": Along(axis, 0, width * 3) for name in ("bias", "weight")}
+        found |= {f"{name}_proj_weight": Along(axis, 0, width) for name in "qkv"}
+        found["out_proj.weight"] = Along(axis, 1, width)
         return {name: one for name, one in found.items() if _parameter(module, name) is not None}
-    found = {"weight": Slice(returns, role.parts)}
+    found = {"weight": Along(axis, returns, role.parts)}
     if getattr(module, "bias", None) is not None:
-        found["bias"] = Slice(0, role.parts)
+        found["bias"] = Along(axis, 0, role.parts)
     return found
 
 
@@ -94,19 +87,19 @@ def _parameter(module: nn.Module, name: str) -> Any:
     return getattr(module.get_submodule(owner), leaf, None)
 
 
-def cut_modules(model: nn.Module, roles: dict[str, Role], axis: Axis) -> dict[str, Slice]:
+def cut_modules(model: nn.Module, roles: dict[str, Role], axis: Axis) -> dict[str, Along]:
     """Cut a model in place: each rank keeps its part of the matrices that have a role. Returns what is cut, and how."""
     by_parameter: dict[int, nn.Parameter] = {}
-    cut: dict[int, Slice] = {}
+    cut: dict[int, Along] = {}
     for name, role in roles.items():
         module = model.get_submodule(name)
-        for inner, one in slices(module, role).items():
+        for inner, one in parameter_cuts(module, role, axis).items():
             owner, _, leaf = f"{name}.{inner}".rpartition(".")
             holder = model.get_submodule(owner)
             parameter = own_parameters(holder)[leaf]
             assert parameter is not None
             if id(parameter) not in cut:  # else a tied one, which is cut already
-                kept = own_part(parameter, one, axis)
+                kept = own_part(parameter, one)
                 by_parameter[id(parameter)] = kept
                 cut[id(kept)] = one
                 cut[id(parameter)] = one
@@ -132,24 +125,23 @@ def unfit_for_heads(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
-def cut_matrices(built: Built, roles: dict[str, Role], axis: Axis) -> tuple[Built, dict[str, Slice]]:
+def cut_matrices(built: Built, roles: dict[str, Role], axis: Axis) -> tuple[Built, dict[str, Along]]:
     """Leave of every matrix that the plan cuts the part of this rank; what initial values are still to come as well."""
-    slices = cut_modules(built.model, roles, axis)
+    cuts = cut_modules(built.model, roles, axis)
     source = built.tensors
     if source is None:
-        return built, slices
+        return built, cuts
 
     def parts(names: Collection[str] | None) -> Tensors:
         for name, full in source(names):
-            how = slices.get(name)
-            yield name, full if how is None else take(full, Along(axis, how.dim, how.parts))
+            yield name, take(full, cuts[name]) if name in cuts else full
 
-    return Built(built.model, parts), slices
+    return Built(built.model, parts), cuts
 
 
-def own_part(parameter: torch.Tensor, how: Slice, axis: Axis) -> nn.Parameter:
+def own_part(parameter: torch.Tensor, cut: Along) -> nn.Parameter:
     """This rank's part of a parameter."""
-    part = take(parameter.detach(), Along(axis, how.dim, how.parts)).clone(memory_format=torch.contiguous_format)
+    part = take(parameter.detach(), cut).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 

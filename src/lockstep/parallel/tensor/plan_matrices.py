@@ -27,13 +27,12 @@ from lockstep.parallel.tensor.cut import Along, CannotCutError, Following, Parts
 from lockstep.parallel.tensor.dry_forward import refuse_reentrant, trying_out
 from lockstep.parallel.tensor.modules import (
     Role,
-    Slice,
     column,
     features,
     heads,
     is_linear,
+    parameter_cuts,
     row,
-    slices,
     unfit_for_heads,
 )
 from lockstep.runtime.axis import Axis
@@ -428,14 +427,14 @@ class _Finder:
         if seen:
             raise CannotCutError([frozenset(seen)], "weights are used outside of their modules", stated=True)
         for group in tied_names(self._model):
-            ways: dict[str, Slice | None] = {}
+            ways: dict[str, Along | None] = {}
             for full in group:
                 owner = next(
                     (name for name in self._candidates if full.startswith(f"{name}.") or not name),
                     full.rpartition(".")[0],
                 )
                 role = trial.roles.get(owner)
-                found = slices(self._candidates[owner], role) if role else {}
+                found = parameter_cuts(self._candidates[owner], role, Axis("tp", self._tp, 0)) if role else {}
                 ways[owner] = found.get(full.removeprefix(f"{owner}."))
             if len(set(ways.values())) > 1:
                 others = [name for name in ways if name in trial.roles]

@@ -10,7 +10,7 @@ import time
 from collections import UserDict, defaultdict
 from collections.abc import MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,48 +19,49 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 from lockstep.follow.trees import PLAIN
-from lockstep.parallel.replicate.zero1 import chunk_of
-from lockstep.parallel.tensor.cut import Along, take
+from lockstep.parallel.cut_model import CutModel
+from lockstep.parallel.held import gather_whole, hold_value, take_part
 from lockstep.parallel.whole.shown import Showing, Shown, Source, whole_twin
-from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
 
 class BetweenSteps:
-    """The whole tensors of an engine's model and optimizer.
+    """The whole tensors of a cut model and its optimizer.
 
-    `skeleton` is the model without data, of which copies are made; there is none where every rank has the whole model,
-    and only its optimizer works on parts (zero1).
+    Copies are made of the model without data (`cut.skeleton`); there is none where every rank has the whole model, and
+    only its optimizer works on parts (zero1).
     """
 
-    def __init__(self, engine: Engine, comm: Comm, showing: Showing, skeleton: nn.Module | None) -> None:
-        self._engine = engine
+    def __init__(
+        self, cut: CutModel, optimizer: torch.optim.Optimizer, comm: Comm, showing: Showing, step: int
+    ) -> None:
+        self._cut = cut
+        self._optimizer = optimizer
         self._comm = comm
         self._showing = showing
-        self._skeleton = skeleton
+        self._step = step  # that is done
         self._notices = comm.notices("between")
         self._met_after = -1
-        model = engine.models[0]
-        self._held: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._stored: dict[str, torch.Tensor] = {**dict(engine.stored), **dict(engine.buffers)}
-        self._sources = {name: self._source(name, held) for name, held in self._held.items() if self._is_cut(name)}
-        if skeleton is not None:
-            showing.install(model, list(self._sources.values()), engine.slices, self._twin)
+        model = cut.models[0]
+        self._in_model: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._stored = {name: held.stored for name, held in cut.held.items() if held.stored is not None}
+        self._sources = {name: self._source(name, one) for name, one in self._in_model.items() if self._is_cut(name)}
+        if cut.skeleton is not None:
+            matrices = [name for name, held in cut.held.items() if held.is_cut_over("tp")]
+            showing.install(model, list(self._sources.values()), matrices, self._twin)
         self.seen = {one: name for name, one in model.named_parameters() if one is not self._stored.get(name)}
         """The names of the parameters that a script sees and the optimizer does not know."""
         self._elsewhere: dict[str, Any] = {}
         self._told_after = -1
-        engine.optimizer.register_load_state_dict_post_hook(lambda _: self.watch_state())
-        self.gone_on(engine.steps_done)
+        optimizer.register_load_state_dict_post_hook(lambda _: self.watch_state())
+        self.gone_on(step)
 
     def gone_on(self, step: int) -> None:
         """This rank begins a step, and reads no more until it is done."""
+        self._step = step
         self.watch_state()
         self._notices.post(f"at/{self._comm.rank}", str(step))
 
@@ -82,27 +83,26 @@ class BetweenSteps:
     @torch.no_grad()
     def write(self, name: str, whole: torch.Tensor) -> None:
         """Keep this rank's part of a whole tensor."""
-        engine, stored = self._engine, self._stored.get(name)
+        stored = self._stored.get(name)
         if stored is None:
             return
         with self._showing.hidden():
-            engine.rest()
+            self._cut.gradients.rest()
             self._put(name, whole, stored.data)
-            engine.restored()
+            self._cut.gradients.restored()
 
     def home_of_state(self, name: str) -> tuple[Any, Any]:
         """The dict that has what an optimizer keeps for a parameter, and the key in it."""
-        engine = self._engine
-        if engine.pipeline is not None and self._told_after != engine.steps_done:
-            self._told_after = engine.steps_done
+        if self._cut.pipeline is not None and self._told_after != self._step:
+            self._told_after = self._step
             self._elsewhere = defaultdict(dict, self._state_elsewhere())
         stored = self._stored.get(name)
-        return (self._elsewhere, name) if stored is None else (engine.optimizer.state, stored)
+        return (self._elsewhere, name) if stored is None else (self._optimizer.state, stored)
 
     def shown_state(self, name: str, key: str, value: Any) -> Any:
         """What a script sees of a value that the optimizer keeps for a parameter: the whole, where ranks have parts."""
         is_part = self._is_part(name, value)
-        if not (is_part or (self._engine.pipeline is not None and isinstance(value, torch.Tensor))):
+        if not (is_part or (self._cut.pipeline is not None and isinstance(value, torch.Tensor))):
             return value
         own = value if name in self._stored else None
 
@@ -134,7 +134,7 @@ class BetweenSteps:
 
     def watch_state(self) -> None:
         """Let the optimizer's state know what a script sees; a new one may have been put there."""
-        optimizer = self._engine.optimizer
+        optimizer = self._optimizer
         if self.seen and not isinstance(optimizer.state, SeenState):
             self.forget_state()
             old, optimizer.state = optimizer.state, SeenState(self)
@@ -147,19 +147,20 @@ class BetweenSteps:
     def _state_elsewhere(self) -> dict[str, dict[str, Any]]:
         """What is kept for parameters that only other stages have: of tensors, something of that shape."""
         self._meet()
-        engine, state = self._engine, self._engine.optimizer.state
-        at = engine.layout.coordinate(engine.rank)
+        cut, state = self._cut, self._optimizer.state
+        at = cut.layout.coordinate(cut.rank)
         speaks = all(place == 0 for axis, place in at.items() if axis != "pp")
         own = {
             name: {key: _described(value) for key, value in state[stored].items()}
-            for name, stored in engine.stored
-            if speaks and engine.is_first_with(name) and stored in state
+            for name, stored in cut.parameters
+            if speaks and cut.held[name].is_first and stored in state
         }
+        device = self._in_model[next(iter(self._in_model))].device
 
         def stand_in(value: Any, shape: list[int] | None, dtype: str) -> Any:
             if shape is None:
                 return value
-            return torch.zeros((), dtype=getattr(torch, dtype), device=engine.device).expand(shape)
+            return torch.zeros((), dtype=getattr(torch, dtype), device=device).expand(shape)
 
         return {
             name: {key: stand_in(*one) for key, one in values.items()}
@@ -176,63 +177,47 @@ class BetweenSteps:
     @torch.no_grad()
     def _put(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> None:
         """Copy this rank's part of a whole tensor into one that is cut as its parameter is stored."""
-        engine = self._engine
-        at, how = engine.layout.coordinate(engine.rank), engine.slices.get(name)
-        if how is not None:
-            whole = take(whole, Along(Axis("tp", engine.layout.tp, at["tp"]), how.dim, how.parts))
-        if isinstance(target, DTensor) and "fsdp" in (target.device_mesh.mesh_dim_names or ()):
-            whole = chunk_of(whole, at["fsdp"], engine.layout.fsdp)
-        local_part(target).copy_(whole)
+        local_part(target).copy_(take_part(self._cut.held[name], whole, target))
 
     def _is_cut(self, name: str) -> bool:
         """Whether ranks have to gather a tensor; they all say the same."""
-        engine, held = self._engine, self._held[name]
-        if engine.pipeline is not None:
-            is_everywhere = len(set(engine.places_with(name))) == engine.layout.pp
-            return isinstance(held, nn.Parameter) or not is_everywhere
-        return name in engine.slices or isinstance(held.data, DTensor)
+        held, in_model = self._cut.held[name], self._in_model[name]
+        if self._cut.pipeline is not None:
+            is_everywhere = len(set(held.places)) == self._cut.layout.pp
+            return isinstance(in_model, nn.Parameter) or not is_everywhere
+        return bool(hold_value(held, in_model).cuts)
 
-    def _source(self, name: str, held: torch.Tensor) -> Source:
-        shape = list(held.shape)
-        if (how := self._engine.slices.get(name)) is not None:
-            shape[how.dim] = sum(how.parts)
+    def _source(self, name: str, in_model: torch.Tensor) -> Source:
         calls = (partial(self.read, name), partial(self.write, name), partial(self.gradient, name))
-        return Source(name, tuple(shape), held, *calls)
+        return Source(name, self._cut.held[name].shape, in_model, *calls)
 
     @torch.no_grad()
     def _gathered(self, name: str, own: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        engine = self._engine
-        whole = None
+        held, whole = self._cut.held[name], None
         with self._showing.hidden():
-            engine.rest()
+            self._cut.gradients.rest()
             if own is not None:
-                whole = engine.whole(name, own.detach())
-                whole = (
-                    whole.contiguous()
-                    if isinstance(own, DTensor)
-                    else whole.clone(memory_format=torch.contiguous_format)
-                )
-        if engine.pipeline is None:
+                whole = gather_whole(held, own.detach()).clone(memory_format=torch.contiguous_format)
+        if self._cut.pipeline is None:
             assert whole is not None
             return whole
-        first = self._comm.pipeline_ranks()[engine.places_with(name)[0]]
+        first = self._comm.pipeline_ranks()[held.places[0]]
         if whole is None:
-            whole = torch.empty(shape, dtype=dtype, device=engine.device)
+            whole = torch.empty(shape, dtype=dtype, device=self._in_model[name].device)
         dist.broadcast(whole, first, group=self._comm.group("pp"))
         return whole
 
     def _twin(self) -> nn.Module:
         def value(name: str) -> torch.Tensor:
-            return self.read(name) if name in self._sources else self._held[name].detach().clone()
+            return self.read(name) if name in self._sources else self._in_model[name].detach().clone()
 
-        assert self._skeleton is not None
+        assert self._cut.skeleton is not None
         with self._showing.hidden():
-            model = self._engine.models[0]
-            return whole_twin(self._skeleton, model, value)
+            return whole_twin(self._cut.skeleton, self._cut.models[0], value)
 
     def _meet(self) -> None:
         """Before the first reading after a step: wait for the others, unless one has gone on to the next step."""
-        step = self._engine.steps_done
+        step = self._step
         if self._met_after == step:
             return
         mine = f"reads/{step}/{self._comm.rank}"

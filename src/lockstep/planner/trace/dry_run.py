@@ -24,8 +24,9 @@ from torch.utils.data import default_collate
 
 from lockstep.config.schema import Format, NumericsConfig, SetupConfig, ShardConfig, TensorConfig
 from lockstep.layout import Layout
-from lockstep.parallel.build.apply import ParallelModel, parallelize_built
+from lockstep.parallel.build.apply import CutFor, cut_built
 from lockstep.parallel.build.materialise import Built, Tensors, cut_on_meta, named_tensors
+from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.tensor.cut import Following
 from lockstep.planner.cost.job import Job
 from lockstep.planner.model.parts import Shape
@@ -182,9 +183,9 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
 
     with ExitStack() as without_data:
 
-        def shapes_alone(built: Built, cut: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
+        def shapes_alone(built: Built, cut_for_good: Callable[[nn.Module], None], device: torch.device) -> nn.Module:
             def cut_and_begin(model: nn.Module) -> None:
-                cut(model)  # torch would be some ten times slower at this with fake tensors
+                cut_for_good(model)  # torch would be some ten times slower at this with fake tensors
                 without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 without_data.enter_context(counting(watch))
 
@@ -203,10 +204,11 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
         seen = look if job.layout.team > 1 else None
         # What is made beside the model there are the buckets that gradients are summed in.
         watch.heading = "gradients"
-        parallel = parallelize_built(built, seen, job.layout, comm, DEVICE, cutting, shapes_alone)
+        to = CutFor(job.layout, comm, DEVICE, cutting, seed=0)
+        cut = cut_built(built, seen, to, shapes_alone)
         if not job.machine.gpu.is_cpu:
             without_data.enter_context(KernelsOfGpus(precision != "fp32"))
-        _step(parallel, watch, loss_of, count)
+        _step(cut, watch, loss_of, count)
     return {
         **{name: watch.peak.get(name, 0) for name in HEADINGS},
         "moment": watch.peak_moment,
@@ -221,17 +223,15 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
     }
 
 
-def _step(
-    parallel: ParallelModel, watch: Watch, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int
-) -> None:
+def _step(cut: CutModel, watch: Watch, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int) -> None:
     """What engine.Engine does in a step that is not the first: the optimizer has its state already."""
-    model, gradients = parallel.models[0], parallel.gradients
+    model, gradients = cut.models[0], cut.gradients
     for parameter in model.parameters():
         watch.see(local_part(parameter.data), "parameters")
     for buffer in model.buffers():
         watch.see(buffer, "buffers")
-    parameters = [parameter for _, parameter in parallel.trained]
-    optimizer = torch.optim.AdamW(parallel.trained)
+    parameters = [parameter for _, parameter in cut.trained]
+    optimizer = torch.optim.AdamW(cut.trained)
     use_fused_kernels(optimizer, model)
     watch.heading = watch.moment = "optimizer"
     for parameter in parameters:
@@ -261,7 +261,7 @@ def _step(
     gradients.finish(False)
     watch.heading = watch.moment = "optimizer"
     own = local_gradients(parameters)
-    norm = global_norm(local_gradients(parallel.counted), parallel.norm_groups, DEVICE)
+    norm = global_norm(local_gradients(cut.counted), cut.norm_groups, DEVICE)
     scale_gradients(own, gradient_scale(norm, 1.0, 1.0), optimizer)
     # Its fused kernel works in place: a second step would take a while, and nothing more.
     gradients.updated()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 Point = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class Box(NamedTuple):
     """A box that a rank has of a tensor: where it begins in the whole and in the rank's own part."""
 
     start: Point
@@ -30,55 +29,51 @@ class Piece(NamedTuple):
         return tuple(slice(at, at + length) for at, length in zip(self.local, self.shape, strict=True))
 
 
-class Segment(NamedTuple):
-    """Some indices of one dim: where they begin in the whole and in a part, and how many they are."""
-
-    start: int
-    local: int
-    length: int
+def whole_box(shape: Sequence[int]) -> list[Box]:
+    """All of a tensor in one box; none where there is nothing in it."""
+    nowhere = (0,) * len(shape)
+    return [Box(nowhere, nowhere, tuple(shape))] if prod(shape) else []
 
 
-def shares(parts: Sequence[int], rank: int, ranks: int) -> list[Segment]:
-    """What a rank has of a dim that consists of parts, each shared out evenly; one part may be uneven at the end."""
+def cut_boxes(boxes: Sequence[Box], dim: int, parts: Sequence[int], rank: int, ranks: int) -> list[Box]:
+    """What a rank has of boxes that are cut along a dim (once more): each of the dim's parts is shared out evenly."""
+    return [
+        Box(
+            _with(box.start, dim, box.start[dim] + low - box.local[dim]),
+            _with(box.local, dim, local + low - first),
+            _with(box.shape, dim, high - low),
+        )
+        for first, local, length in shares(parts, rank, ranks)
+        for box in boxes
+        for low, high in [(max(box.local[dim], first), min(box.local[dim] + box.shape[dim], first + length))]
+        if high > low
+    ]
+
+
+def shares(parts: Sequence[int], rank: int, ranks: int) -> list[tuple[int, int, int]]:
+    """What a rank has of a dim that consists of parts, each shared out evenly; one part may be uneven at the end.
+
+    For each part: where the share begins in the dim and in what the rank has, and how long it is.
+    """
     found, begin, local = [], 0, 0
     for part in parts:
         most = -(-part // ranks)
         first, end = min(rank * most, part), min((rank + 1) * most, part)
         if end > first:
-            found.append(Segment(begin + first, local, end - first))
+            found.append((begin + first, local, end - first))
         local += end - first
         begin += part
     return found
 
 
-def narrowed(segments: Sequence[Segment], first: int, end: int) -> list[Segment]:
-    """Of a part that is cut once more, what stands between two of its indices."""
-    found = []
-    for one in segments:
-        low, high = max(one.local, first), min(one.local + one.length, end)
-        if high > low:
-            found.append(Segment(one.start + low - one.local, low - first, high - low))
-    return found
+def _with(point: Point, dim: int, value: int) -> Point:
+    return (*point[:dim], value, *point[dim + 1 :])
 
 
-def pieces_of(dims: Sequence[Sequence[Segment]]) -> list[Piece]:
-    """The boxes of a part, from the segments of each dim; none where there is nothing in it."""
-    boxes = [
-        Piece(*(tuple(values) for values in zip(*segments, strict=True))) if segments else Piece((), (), ())
-        for segments in product(*dims)
-    ]
-    return [box for box in boxes if box.size]
-
-
-def whole_piece(shape: Sequence[int]) -> list[Piece]:
-    """All of a tensor in one box."""
-    return pieces_of([[Segment(0, 0, length)] for length in shape])
-
-
-def overlap(piece: Piece, start: Sequence[int], shape: Sequence[int]) -> tuple[Point, Point, Point] | None:
-    """What a piece and a box have in common: where it begins in the rank's part and in the box, and its shape."""
+def overlap(box: Box, start: Sequence[int], shape: Sequence[int]) -> tuple[Point, Point, Point] | None:
+    """What a rank's box and another have in common: where it begins in the rank's part and in the other, its shape."""
     local, inside, size = [], [], []
-    for at, mine, length, begin, count in zip(piece.start, piece.local, piece.shape, start, shape, strict=True):
+    for at, mine, length, begin, count in zip(box.start, box.local, box.shape, start, shape, strict=True):
         low, high = max(at, begin), min(at + length, begin + count)
         if high <= low:
             return None
