@@ -36,9 +36,9 @@ from lockstep.parallel.tensor import team_grads as team
 from lockstep.parallel.tensor.cut import Along, Parts, along_of, mark, plain, take
 from lockstep.parallel.tensor.modules import Role
 from lockstep.parallel.tensor.rules import products
-from lockstep.prove.causes import Verdict, judge
+from lockstep.prove.causes import ProofVerdict, judge
 from lockstep.prove.recording import Recording, keep_blocks, read_recording
-from lockstep.prove.verify import Comparison, prove
+from lockstep.prove.verify import LayoutComparison, prove
 from lockstep.record.folder import RunFolder, create_folder
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
@@ -103,7 +103,9 @@ class Verifier:
         self._folder = folder
         self._references: dict[str, Recording] = {}
 
-    def verify(self, layout: str, sabotage: Sabotage | None = None, **options: Any) -> tuple[Comparison, Verdict]:
+    def verify(
+        self, layout: str, sabotage: Sabotage | None = None, **options: Any
+    ) -> tuple[LayoutComparison, ProofVerdict]:
         """What the command would find; a sabotage is done under the layout only, unless a reading says otherwise."""
 
         def recorded(_where: str, run_layout: Layout, more: dict[str, Any]) -> Recording:

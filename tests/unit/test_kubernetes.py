@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lockstep.config.cluster import Cluster, Node, Software
 from lockstep.errors import UserError
-from lockstep.launch.cluster_job import Job
+from lockstep.launch.cluster_job import ClusterJob
 from lockstep.launch.kubernetes import render
 from tests.cli.commands import listens
 from tests.golden.jobset_schema import errors, load_schema
@@ -25,7 +25,7 @@ from tests.patience import wait_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-ONE_NODE = Job(
+ONE_NODE = ClusterJob(
     name="digits",
     command=("train", "digits", "--layout", "dp=2"),
     run_dir=Path("/runs/digits"),
@@ -33,7 +33,7 @@ ONE_NODE = Job(
     processes=2,
     cpus=4,
 )
-FOUR_NODES = Job(
+FOUR_NODES = ClusterJob(
     name="lm_7b",
     command=("run", "--layout", "dp=4,fsdp=8", "train.py", "--lr", "1e-3"),
     run_dir=Path("/data/runs/lm_7b"),
@@ -58,7 +58,7 @@ MANIFESTS = {
 }
 
 
-def manifest_of(job: Job, cluster: Cluster = CENTRE, image: str = "image", claim: str = "claim") -> Any:
+def manifest_of(job: ClusterJob, cluster: Cluster = CENTRE, image: str = "image", claim: str = "claim") -> Any:
     manifest = yaml.safe_load(render(job, cluster, image, claim))
     assert list(errors(manifest, load_schema())) == []
     return manifest

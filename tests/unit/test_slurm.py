@@ -14,13 +14,13 @@ from pydantic import BaseModel
 
 from lockstep.config.cluster import Cluster, check_shared, find_cluster, known_clusters
 from lockstep.errors import UserError
-from lockstep.launch.cluster_job import Job
+from lockstep.launch.cluster_job import ClusterJob
 from lockstep.launch.slurm import check_job, render
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PAGE = Path(__file__).parent.parent.parent / "docs" / "clusters.md"
 VENV = Path("/home/user/project/.venv")
-SMALL = Job(
+SMALL = ClusterJob(
     "digits",
     ("train", "digits", "--layout", "dp=4", "--steps", "100"),
     Path("/home/user/project/runs/digits"),
@@ -31,7 +31,7 @@ SMALL = Job(
     cpus=2,
     seconds=600,
 )
-LARGE = Job(
+LARGE = ClusterJob(
     "pretrain",
     ("run", "--layout", "dp=auto,fsdp=4", "train.py", "--data", "my files", "--lr", "1e-3"),
     Path("/scratch/user/runs/pretrain"),
@@ -44,7 +44,7 @@ LARGE = Job(
     seconds=86400,
     lead=300,
 )
-SWEEP = Job(
+SWEEP = ClusterJob(
     "sweep",
     ("train", "lm", "--set", "seed=%a"),
     Path("/shared/runs/sweep"),
@@ -92,7 +92,7 @@ def test_the_script_fits_on_a_page_and_shellcheck_has_nothing_to_say(name: str, 
     assert done.returncode == 0, done.stdout
 
 
-def lines(job: Job, cluster: Cluster | None = None) -> list[str]:
+def lines(job: ClusterJob, cluster: Cluster | None = None) -> list[str]:
     return render(job, cluster or Cluster(name="here"), None).splitlines()
 
 

@@ -19,7 +19,7 @@ from lockstep.errors import InvariantError, MemoryFullError, NonFiniteError, Sav
 from lockstep.launch import agent as agent_module
 from lockstep.launch import supervise as module
 from lockstep.launch.nodes import Nodes
-from lockstep.launch.supervise import Supervisor
+from lockstep.launch.supervise import Policy, Supervisor
 from lockstep.record.failure import (
     MISMATCHED,
     Failure,
@@ -207,7 +207,7 @@ class Launch:
         def say(text: str, *_: str) -> None:
             self.said.append(text)
 
-        self.supervisor = Supervisor(RunFolder(path, 1), Nodes(), told, say, restarts, on_oom)
+        self.supervisor = Supervisor(RunFolder(path, 1), Nodes(), told, say, Policy(restarts, on_oom))
         self.world = world
         self.start()
 
@@ -302,7 +302,7 @@ def test_refused_input_ends_with_2_and_its_sentence_alone(launch: Callable[..., 
 
 def test_the_head_does_not_leave_before_every_node_has_read_why_the_run_is_refused(tmp_path: Path) -> None:
     told = {"run_dir": str(tmp_path), "scratch": str(tmp_path)}
-    nodes = [Supervisor(RunFolder(tmp_path, 1), Nodes(2, 2, rank), told, lambda *_: None) for rank in (0, 1)]
+    nodes = [Supervisor(RunFolder(tmp_path, 1), Nodes(2, 2, rank), told, lambda *_: None, Policy(3)) for rank in (0, 1)]
     for node in nodes:
         node.before_start()
         node.meet(2, 2, "round")

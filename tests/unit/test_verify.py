@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.prove.causes import Verdict, judge
+from lockstep.prove.causes import ProofVerdict, judge
 from lockstep.prove.recording import Recording, keep_blocks, read_recording
 from lockstep.prove.verify import (
     GRADIENT,
@@ -26,7 +26,7 @@ from lockstep.prove.verify import (
     TIMES,
     VALUE,
     Check,
-    Comparison,
+    LayoutComparison,
     checks,
     compare,
     other_micro_batches,
@@ -127,14 +127,14 @@ class Run:
 Change = Callable[[Run], None]
 
 
-def compared(folder: Path, change: Change, *, ranks: int = 2, clip: float = math.inf) -> Comparison:
+def compared(folder: Path, change: Change, *, ranks: int = 2, clip: float = math.inf) -> LayoutComparison:
     """One process beside two ranks that did the same but for a change."""
     ours = Run(ranks).train(clip)
     change(ours)
     return compare(ours.write(folder / "ours"), Run().train(clip).write(folder / "theirs"))
 
 
-def row(found: Comparison, name: str) -> Check:
+def row(found: LayoutComparison, name: str) -> Check:
     return next(check for check in checks(found) if check.name == name)
 
 
@@ -145,7 +145,7 @@ def test_equal_runs_pass_with_a_table_in_which_all_is_well(tmp_path: Path) -> No
     found = compared(tmp_path, lambda _: None)
     assert found.same
     assert all(check.ok for check in checks(found))
-    assert judge(found) == Verdict(
+    assert judge(found) == ProofVerdict(
         "dp=2 gives the numbers of one process: 3 steps, 6 parameters, largest gradient difference 0.0e+00"
     )
     assert row(found, "samples").note == "24, in the same order"
@@ -303,7 +303,9 @@ def test_a_mistake_in_the_first_step_is_no_rounding_whatever_other_last_bits_do(
 # ---- Another micro-batch
 
 
-def with_another_micro_batch(folder: Path, change: Change, layout: Change = lambda _: None) -> tuple[Verdict, Check]:
+def with_another_micro_batch(
+    folder: Path, change: Change, layout: Change = lambda _: None
+) -> tuple[ProofVerdict, Check]:
     ours = _changed(Run(2).train(), layout).write(folder / "ours")
     theirs = Run().train().write(folder / "theirs")
     assert other_micro_batches(ours, theirs) == {"train": 2}

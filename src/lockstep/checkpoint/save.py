@@ -73,7 +73,7 @@ class Saved:
         return f"the checkpoint of step {self.step} {what}: {self.problem}"
 
 
-class Fragment(fmt.Part):
+class Fragment(fmt.IndexPart):
     """What one rank tells of its shard."""
 
     file: StoredFile | None

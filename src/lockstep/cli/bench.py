@@ -98,7 +98,7 @@ def bench_command(
             device=chosen_device,
             share_gpu=bool(share_gpu),
         )
-        results = Results(work, profile)
+        results = BenchSoFar(work, profile)
         if speaks:
             _announce(work, sum(counts), len(counts), terminal)
         elif found_nodes.speaks:
@@ -115,7 +115,7 @@ def bench_command(
 
 
 @dataclass
-class Results:
+class BenchSoFar:
     """What rank 0 has told so far."""
 
     work: Work
@@ -244,7 +244,7 @@ def _announce(work: Work, ranks: int, nodes: int, terminal: Terminal) -> None:
         terminal.print("one rank has nobody to talk to, so only its device is measured: --nproc 2 starts two")
 
 
-def _measure(work: Work, count: int, meeting: Meeting, results: Results, terminal: Terminal | None) -> int:
+def _measure(work: Work, count: int, meeting: Meeting, results: BenchSoFar, terminal: Terminal | None) -> int:
     """Have the ranks measure, and show rows as they come; returns the exit code as far as it is known then."""
     from lockstep.checkup.bench import measure
     from lockstep.launch.probe import CONSEQUENCE, first_trouble, run_ranks
@@ -293,7 +293,7 @@ def _end_alike(meeting: Meeting, code: int) -> int:
 
 
 def _finish(
-    bench: Bench, results: Results, terminal: Terminal, chart: Path | None, output: Path | None, as_json: bool
+    bench: Bench, results: BenchSoFar, terminal: Terminal, chart: Path | None, output: Path | None, as_json: bool
 ) -> int:
     """Show what follows from all rows, and write it; returns 1 where something was found."""
     from lockstep.links.bench_show import draw_charts, show_chart, show_fits, show_pairs

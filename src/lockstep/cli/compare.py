@@ -126,7 +126,7 @@ def _threads_of_a_process(entrants: Entrants, cores: int) -> int:
 
 
 @dataclass
-class Results:
+class TimedRuns:
     """What was measured so far, by contender."""
 
     runs: dict[str, list[Timed]] = field(default_factory=dict)
@@ -135,12 +135,12 @@ class Results:
     """130 or 75 where somebody had enough."""
 
 
-def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal) -> Results:
+def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal) -> TimedRuns:
     """Run all in turns."""
     from lockstep.compare.table import read_run
     from lockstep.record.log import read_events
 
-    found = Results()
+    found = TimedRuns()
     turns = [(turn, *entrant) for turn in range(1, repeats + 1) for entrant in entrants.items()]
     with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as temporary:
         for number, (turn, contender, resolved) in enumerate(turns, start=1):
@@ -185,7 +185,7 @@ def _own_environment(threads: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _compared(entrants: Entrants, results: Results, machine: Machine) -> Comparison:
+def _compared(entrants: Entrants, results: TimedRuns, machine: Machine) -> Comparison:
     """What follows from the runs."""
     from lockstep.compare.table import Comparison, remarks, tabulate
 

@@ -53,7 +53,7 @@ COLLECTIVES: dict[str, tuple[str, str, str, str]] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class CollectiveQuestion:
     """What a user wants to know of a collective."""
 
     collective: Collective
@@ -81,7 +81,7 @@ def _collective_command(topic: str) -> Callable[..., int]:
         no_measure: NoMeasure = False,
         as_json: opt.Json = False,
     ) -> int:
-        asked = Asked(
+        asked = CollectiveQuestion(
             collective,  # type: ignore[arg-type]
             ranks,
             algo,  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _unless_a_rank_fails(show: Callable[[], int]) -> int:
         return 1
 
 
-def _show_collective(asked: Asked) -> int:
+def _show_collective(asked: CollectiveQuestion) -> int:
     from lockstep.lab.collectives import check_ranks
     from lockstep.links.cost import ALGORITHMS, check_algorithm
 
@@ -172,7 +172,9 @@ def _possible(collective: Collective, ranks: int) -> tuple[list[Algorithm], list
     return possible, left_out
 
 
-def _measured(asked: Asked, everything: list[Shown], terminal: Terminal) -> tuple[Measured | None, str | None]:
+def _measured(
+    asked: CollectiveQuestion, everything: list[Shown], terminal: Terminal
+) -> tuple[Measured | None, str | None]:
     """Time the algorithms over slow cables; None and why, where that cannot be."""
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -200,7 +202,7 @@ def _measured(asked: Asked, everything: list[Shown], terminal: Terminal) -> tupl
             return None, f"nothing is measured, because a slow network cannot be made here: {error}"
 
 
-def _rows(asked: Asked, everything: list[Shown], measured: Measured | None) -> list[dict[str, Any]]:
+def _rows(asked: CollectiveQuestion, everything: list[Shown], measured: Measured | None) -> list[dict[str, Any]]:
     from lockstep.lab.collectives import cost_of
     from lockstep.links.cost import Link, predict
 
@@ -222,7 +224,9 @@ def _rows(asked: Asked, everything: list[Shown], measured: Measured | None) -> l
     return rows
 
 
-def _show_times(asked: Asked, rows: list[dict[str, Any]], measured: Measured | None, terminal: Terminal) -> None:
+def _show_times(
+    asked: CollectiveQuestion, rows: list[dict[str, Any]], measured: Measured | None, terminal: Terminal
+) -> None:
     alpha = f", {1e6 * measured.link.alpha:.0f} µs a message (measured)" if measured else ""
     on = f"{asked.ranks} rank{'s' if asked.ranks > 1 else ''}"
     about = f"{bytes_text(asked.size)} on {on}, {bytes_text(asked.bytes_per_second)}/s each way"
@@ -243,7 +247,7 @@ def _show_times(asked: Asked, rows: list[dict[str, Any]], measured: Measured | N
 
 
 def _as_json(
-    asked: Asked, rows: list[dict[str, Any]], measured: Measured | None, why_not: str | None, drawn: Shown
+    asked: CollectiveQuestion, rows: list[dict[str, Any]], measured: Measured | None, why_not: str | None, drawn: Shown
 ) -> dict[str, Any]:
     return {
         "collective": asked.collective,

@@ -65,7 +65,7 @@ def launch_in(
     options["log_to"] = []  # nobody wants to keep a trial
     console = Console(terminal or Terminal(file=io.StringIO()))
     try:
-        return launch(worker, config.nproc, run, console, options=options, resume="never", **more)
+        return launch(worker, config.nproc, run, console, {"options": options, "resume": "never", **more})
     finally:
         console.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ def train(start: Start, worker: list[str], told: dict[str, Any], on_oom: str) ->
     from lockstep.launch.follow_job import note_start
     from lockstep.launch.local import launch
     from lockstep.launch.nodes import settle_head
+    from lockstep.launch.supervise import Policy
     from lockstep.page.reading.reader import RunReader
     from lockstep.page.report import leave_report
     from lockstep.record.folder import EXIT_CODE, create_folder, hold, is_held, take_back
@@ -96,18 +97,11 @@ def train(start: Start, worker: list[str], told: dict[str, Any], on_oom: str) ->
                 terminal.print(start.unused_gpus, style="yellow", soft_wrap=True)
         console = Console(terminal)
         try:
-            outcome = launch(
-                worker,
-                config.nproc,
-                folder,
-                console,
-                options=told,
-                resume=start.options["resume"],
-                nodes=nodes,
-                restarts=config.restarts,
-                on_oom=config.on_oom or on_oom,
-                is_ours=partial(is_held, folder.path, lock) if lock else None,
-            )
+            policy = Policy(config.restarts, config.on_oom or on_oom)
+            if lock:
+                policy = replace(policy, is_ours=partial(is_held, folder.path, lock))
+            ranks_read = {"options": told, "resume": start.options["resume"]}
+            outcome = launch(worker, config.nproc, folder, console, ranks_read, nodes, policy)
             stop_signals.ignore()  # its code is known
         finally:
             console.close()

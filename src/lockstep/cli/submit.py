@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 
 if TYPE_CHECKING:
     from lockstep.config.cluster import Cluster
-    from lockstep.launch.cluster_job import Job
+    from lockstep.launch.cluster_job import ClusterJob
     from lockstep.record.folder import RunFolder
 
 COMMANDS: dict[str, Callable[..., int]] = {"train": train_command, "run": run_command}
@@ -60,7 +60,7 @@ def submit_command(
     """Run a training as a Slurm job: `lockstep submit --nodes 2 --time 4h train lm`. Options stand before `train`."""
     from lockstep.config.cluster import check_shared, expanded, find_cluster
     from lockstep.launch import slurm
-    from lockstep.launch.cluster_job import Job
+    from lockstep.launch.cluster_job import ClusterJob
     from lockstep.launch.nodes import counts
     from lockstep.launch.snapshot import copy_code, files_of
     from lockstep.record.folder import SNAPSHOT, choose_folder
@@ -78,7 +78,7 @@ def submit_command(
     folder = choose_folder(called, run_dir, "auto", runs)
     least, most = counts(nodes or "1")
     gpus, nproc, cpus = _of_each_node(profile, gpus, nproc, cpus)
-    job = Job(
+    job = ClusterJob(
         called,
         tuple(command),
         folder.path.absolute(),
@@ -192,7 +192,7 @@ def _name_of(kind: str, given: dict[str, Any]) -> str:
     return name_after(Path(what)) if what.endswith(".toml") else str(what)
 
 
-def _check_command(kind: str, given: dict[str, Any], job: Job) -> None:
+def _check_command(kind: str, given: dict[str, Any], job: ClusterJob) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
     from lockstep.checkpoint.disk.code import check_code_on_disk
     from lockstep.config import schema as cfg
@@ -232,13 +232,13 @@ def _own_environment() -> Path | None:
     return Path(sys.prefix) if sys.prefix != sys.base_prefix else None
 
 
-def _script_of(job: Job) -> Path:
+def _script_of(job: ClusterJob) -> Path:
     from lockstep.record.folder import JOB_SCRIPT
 
     return _beside(job, JOB_SCRIPT)
 
 
-def _beside(job: Job, name: str) -> Path:
+def _beside(job: ClusterJob, name: str) -> Path:
     """Where something of the job itself is: in the run folder, and of an array beside the folders of its runs."""
     return job.run_dir.with_name(f"{job.run_dir.name}.{name}") if job.array else job.run_dir / name
 
@@ -250,7 +250,7 @@ def _of_copy(command: list[str], given: dict[str, Any], copy: Path) -> tuple[str
     return *command[:at], str(copy / Path(given["script"]).name), *command[at + 1 :]
 
 
-def _submit(job: Job, folder: RunFolder, text: str, take_copy: Callable[[], None]) -> str:
+def _submit(job: ClusterJob, folder: RunFolder, text: str, take_copy: Callable[[], None]) -> str:
     """Write the script into the run folder and submit it; a refused job leaves nothing."""
     from lockstep.launch.follow_job import note
     from lockstep.launch.queue import JobState, check_accepted, last_job, state_of, submit

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lockstep.config.schema import LaunchConfig
     from lockstep.launch.supervise import Outcome
     from lockstep.layout import Layout
-    from lockstep.prove.causes import Verdict
-    from lockstep.prove.verify import Comparison
+    from lockstep.prove.causes import ProofVerdict
+    from lockstep.prove.verify import LayoutComparison
 
 
 def verify_command(
@@ -139,7 +139,7 @@ def _explain(
     return 0
 
 
-def _show(found: Comparison, other: Comparison | None, verdict: Verdict, terminal: Terminal) -> None:
+def _show(found: LayoutComparison, other: LayoutComparison | None, verdict: ProofVerdict, terminal: Terminal) -> None:
     from lockstep.prove.verify import checks
 
     for line in _remarks(found):
@@ -153,7 +153,7 @@ def _show(found: Comparison, other: Comparison | None, verdict: Verdict, termina
     say(terminal, f"\n{verdict.text}", style="bold red" if verdict.cause else "green")
 
 
-def _remarks(found: Comparison) -> list[str]:
+def _remarks(found: LayoutComparison) -> list[str]:
     """What was not as the recipe or script has it."""
     rank = found.ours.ranks[0]
     remarks = [
@@ -165,7 +165,7 @@ def _remarks(found: Comparison) -> list[str]:
     return remarks
 
 
-def _as_json(found: Comparison, other: Comparison | None, verdict: Verdict) -> dict[str, Any]:
+def _as_json(found: LayoutComparison, other: LayoutComparison | None, verdict: ProofVerdict) -> dict[str, Any]:
     from lockstep.prove.verify import checks
     from lockstep.record.log import without_non_finite
 

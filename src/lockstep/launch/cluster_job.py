@@ -10,7 +10,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """One training that somebody else starts. `command` is what a user would type after `lockstep`."""
 
     name: str

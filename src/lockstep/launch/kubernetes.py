@@ -7,7 +7,7 @@ import re
 
 from lockstep.config.cluster import Cluster
 from lockstep.errors import UserError
-from lockstep.launch.cluster_job import OFFLINE, Job
+from lockstep.launch.cluster_job import OFFLINE, ClusterJob
 
 HEAD_PORT = 29500
 """Every pod has an address of its own, so nobody else has taken it."""
@@ -18,7 +18,7 @@ SHARE_OF_MEMORY = 0.9
 """What of a node's memory pods may ask for: the system and the kubelet keep the rest."""
 
 
-def render(job: Job, cluster: Cluster, image: str, claim: str) -> str:
+def render(job: ClusterJob, cluster: Cluster, image: str, claim: str) -> str:
     """The manifest, for `kubectl apply`: a pod for each node, and all of them start again until the training is done.
 
     The image has `lockstep` and `python3` on its PATH, and the user's files in `job.folder`. The persistent volume
@@ -48,7 +48,7 @@ def render(job: Job, cluster: Cluster, image: str, claim: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name(job: Job) -> str:
+def _name(job: ClusterJob) -> str:
     """The job's name as one of a service and of pods: RFC 1123, a letter first (RFC 1035), and not too long."""
     kept = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     if not kept:
@@ -63,7 +63,7 @@ def _name(job: Job) -> str:
     return name
 
 
-def _check(job: Job) -> None:
+def _check(job: ClusterJob) -> None:
     if job.array is not None:
         raise UserError("an array of jobs has no Kubernetes form", "make one job for each number, without --array")
     if job.seconds <= job.lead:
@@ -78,7 +78,7 @@ def _check(job: Job) -> None:
         )
 
 
-def _heading(job: Job) -> list[str]:
+def _heading(job: ClusterJob) -> list[str]:
     nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
     each = f", {job.gpus} GPU{'s' * (job.gpus > 1)} each" if job.gpus else ", no GPUs"
     return [
@@ -87,13 +87,13 @@ def _heading(job: Job) -> list[str]:
     ]
 
 
-def _network(job: Job, name: str) -> list[str]:
+def _network(job: ClusterJob, name: str) -> list[str]:
     if job.nodes == 1:
         return []
     return ["network:", f"  enableDNSHostnames: true # the nodes meet at {_head(name)}", f"  subdomain: {_text(name)}"]
 
 
-def _failure_policy(job: Job) -> list[str]:
+def _failure_policy(job: ClusterJob) -> list[str]:
     lines = ["failurePolicy:"]
     if job.requeue:
         lines += [
@@ -112,7 +112,7 @@ def _failure_policy(job: Job) -> list[str]:
     ]
 
 
-def _indexed_job(job: Job) -> list[str]:
+def _indexed_job(job: ClusterJob) -> list[str]:
     lines = [
         "completionMode: Indexed # the index of a pod is the rank of its node",
         f"completions: {job.nodes}",
@@ -148,7 +148,7 @@ def _indexed_job(job: Job) -> list[str]:
     return lines
 
 
-def _pod(job: Job, cluster: Cluster, name: str, image: str, claim: str) -> list[str]:
+def _pod(job: ClusterJob, cluster: Cluster, name: str, image: str, claim: str) -> list[str]:
     wait = _wait_for_head(job, cluster, name, image) if job.nodes > 1 else []
     return [
         "restartPolicy: Never",
@@ -177,7 +177,7 @@ def _pod(job: Job, cluster: Cluster, name: str, image: str, claim: str) -> list[
     ]
 
 
-def _wait_for_head(job: Job, cluster: Cluster, name: str, image: str) -> list[str]:
+def _wait_for_head(job: ClusterJob, cluster: Cluster, name: str, image: str) -> list[str]:
     """A container that ends when this pod can start: Lockstep itself takes an unknown head for wrong input."""
     return [
         "initContainers:",
@@ -208,7 +208,7 @@ def _head(name: str) -> str:
     return f"{name}-node-0-0.{name}"
 
 
-def _command(job: Job, name: str) -> list[str]:
+def _command(job: ClusterJob, name: str) -> list[str]:
     kind, *rest = job.command
     ours = [
         f"--nproc={job.processes}",
@@ -221,7 +221,7 @@ def _command(job: Job, name: str) -> list[str]:
     return ["lockstep", kind, *ours, *map(_literal, rest)]
 
 
-def _environment(job: Job, cluster: Cluster) -> list[str]:
+def _environment(job: ClusterJob, cluster: Cluster) -> list[str]:
     variables = {}
     if job.cpus:  # a pod sees all cores of its node, whatever its limit
         variables["OMP_NUM_THREADS"] = str(max(1, job.cpus // job.processes))
@@ -244,14 +244,14 @@ def _rank() -> list[str]:
     ]
 
 
-def _resources(job: Job, cluster: Cluster, gpus: int) -> list[str]:
+def _resources(job: ClusterJob, cluster: Cluster, gpus: int) -> list[str]:
     """Limits alone: Kubernetes sets as much aside for the pod, and nobody takes it away."""
     limits = {"cpu": job.cpus, "memory": _memory(job, cluster), "nvidia.com/gpu": gpus}
     said = [f"  {key}: {value}" for key, value in limits.items() if value]
     return _named("resources", _named("  limits", _indented(2, said)))
 
 
-def _memory(job: Job, cluster: Cluster) -> str | None:
+def _memory(job: ClusterJob, cluster: Cluster) -> str | None:
     """The share of a node's memory that goes with the GPUs of the job, or else with its cores."""
     node = cluster.node
     if node.memory_gb is None:

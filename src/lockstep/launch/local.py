@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.nodes import Nodes, end_without_head
-from lockstep.launch.supervise import Outcome, Supervisor
+from lockstep.launch.supervise import Outcome, Policy, Supervisor
 from lockstep.record.failure import END_OF_OUTPUT, START_OF_OUTPUT
 from lockstep.record.folder import RunFolder
 from lockstep.record.log import follow_events
@@ -30,77 +29,51 @@ def launch(
     nproc: int,
     folder: RunFolder,
     console: Console,
-    *,
-    options: dict[str, Any],
-    resume: str,
+    told: dict[str, Any],
     nodes: Nodes | None = None,
-    restarts: int = 0,
-    on_oom: str = "stop",
-    is_ours: Callable[[], bool] | None = None,
-    verify: dict[str, Any] | None = None,
+    policy: Policy | None = None,
 ) -> Outcome:
-    """Start `nproc` workers, show their events and rank 0's output, start them again after failures where that may
-    help, and wait for the end. `is_ours` says whether the run was not taken over by a later start of its job."""
+    """Start `nproc` workers, show their events and rank 0's output, start them again after failures as the policy has
+    it, and wait for the end. `told` is what every rank reads: `options`, `resume`, and what `verify` records."""
     nodes = nodes or Nodes()
     what = f"starting {nproc} process{'es' if nproc > 1 else ''}"
     what += "" if nodes.is_alone else f", waiting for {nodes.least} nodes at {nodes.head}"
     if nodes.speaks:
         console.handle({"kind": "status", "text": what})
     scratch = tempfile.mkdtemp(prefix="lockstep-")
-    told = {"run_dir": str(folder.path), "attempt": folder.attempt, "resume": resume, "options": options}
-    told |= {"scratch": scratch, "began": time.time()} | ({"verify": verify} if verify is not None else {})
-    os.environ.update(
-        LOCKSTEP_RUN_DIR=str(folder.path),
-        # With the agent's own store, ranks of a restarted attempt would read addresses of dead ones (torch 2.11, 2.13).
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )
+    told = {"run_dir": str(folder.path), "attempt": folder.attempt, "scratch": scratch, "began": time.time(), **told}
+    os.environ["LOCKSTEP_RUN_DIR"] = str(folder.path)
+    # With the agent's own store, ranks of a restarted attempt would read addresses of dead ones (torch 2.11, 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     # glibc gives every large block back to the system, and each step on CPUs faults its pages in again.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
-
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # sockets complain of hosts without names
-
     _allow_open_files()
-    with stop_signals.noting():
-        return _launch(worker, nproc, folder, console, nodes, told, restarts, on_oom, is_ours)
-
-
-def _launch(
-    worker: list[str],
-    nproc: int,
-    folder: RunFolder,
-    console: Console,
-    nodes: Nodes,
-    told: dict[str, Any],
-    restarts: int,
-    on_oom: str,
-    is_ours: Callable[[], bool] | None,
-) -> Outcome:
-    nursery = Nursery(worker)  # it imports torch while this process does
 
     def say(text: str, level: str) -> None:
         if nodes.speaks:
             console.handle({"kind": "message", "text": text, "level": level})
 
-    supervisor = Supervisor(folder, nodes, told, say, restarts, on_oom, is_ours or (lambda: True))
-    ended = threading.Event()
-    readers = [
-        threading.Thread(target=_show_events, args=(folder, console, ended), daemon=True),
-        threading.Thread(target=_show_output, args=(folder, console, ended), daemon=True),
-    ]
-    if not nodes.is_head:
-        readers = [threading.Thread(target=end_without_head, args=(nodes, ended), daemon=True)]
-    for reader in readers:
-        reader.start()
-    try:
-        return _run_agent(nursery, nproc, nodes, folder, told["scratch"], supervisor)
-    finally:
-        nursery.close()
-        ended.set()
+    with stop_signals.noting():
+        nursery = Nursery(worker)  # it imports torch while this process does
+        supervisor = Supervisor(folder, nodes, told, say, policy or Policy())
+        ended = threading.Event()
+        beside: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(end_without_head, (nodes, ended))]
+        if nodes.is_head:
+            beside = [(_show_events, (folder, console, ended)), (_show_output, (folder, console, ended))]
+        readers = [threading.Thread(target=work, args=of, daemon=True) for work, of in beside]
         for reader in readers:
-            reader.join()
-        shutil.rmtree(told["scratch"], ignore_errors=True)
+            reader.start()
+        try:
+            return _run_agent(nursery, nproc, nodes, folder, scratch, supervisor)
+        finally:
+            nursery.close()
+            ended.set()
+            for reader in readers:
+                reader.join()
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _allow_open_files() -> None:
@@ -109,11 +82,6 @@ def _allow_open_files() -> None:
     wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _ended_early(number: signal.Signals) -> Outcome:
-    code = stop_signals.CODES[stop_signals.STOPS[number]]
-    return Outcome(code, f"ended by {number.name} before the workers had started; the same command goes on")
 
 
 def _run_agent(
@@ -128,7 +96,8 @@ def _run_agent(
     try:
         result = run_agent(nursery, nproc, nodes, run_id, scratch, supervisor)
     except SignalException as error:
-        return _ended_early(error.sigval)
+        code, name = stop_signals.CODES[stop_signals.STOPS[error.sigval]], error.sigval.name
+        return Outcome(code, f"ended by {name} before the workers had started; the same command goes on")
     except RendezvousError as error:
         text = f"the nodes did not meet at {nodes.head}: {type(error).__name__}"
         return supervisor.outcome or Outcome(

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,15 @@ class JobState:
     @property
     def event(self) -> dict[str, Any]:
         """The fields of a `job` event."""
-        return {
-            "id": self.job,
-            "restart": self.restarts,
-            "state": self.state,
-            "reason": self.reason,
-            "nodes": self.nodes,
-            "partition": self.partition,
-            "account": self.account,
-            "exit_code": self.exit_code,
-        }
+        fields = asdict(self)
+        return {"id": fields.pop("job"), "restart": fields.pop("restarts"), **fields}
 
 
 def check_accepted(script: Path) -> None:
     """Refuse a script that Slurm would not take, in Slurm's own words."""
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "there is no sbatch on this machine", "submit from a login node, or see the script with --dry-run"
-        )
+        fix = "submit from a login node, or see the script with --dry-run"
+        raise UserError("there is no sbatch on this machine", fix)
     tried = _ask(["sbatch", "--test-only", str(script)])
     if tried is None:
         raise UserError(f"sbatch gave no answer in {SECONDS:.0f} s", "Slurm's controller may be down: try again later")
@@ -93,35 +84,22 @@ def last_job(run_folder: Path) -> str | None:
 
 def state_of(job: str) -> JobState | None:
     """What Slurm says of a job now: its controller, or, some minutes after the end, its accounting."""
-    return _from_controller(job) or _from_accounting(job)
-
-
-def _from_controller(job: str) -> JobState | None:
     shown = _ask(["scontrol", "--oneliner", "show", "job", job])
-    if shown is None or shown.returncode != 0 or not shown.stdout.strip():
-        return None
-    return parse_job(shown.stdout.strip().splitlines()[0])
+    if shown is not None and shown.returncode == 0 and shown.stdout.strip():
+        return parse_job(shown.stdout.strip().splitlines()[0])
+    starts = history_of(job)
+    return starts[-1] if starts else None
 
 
 def parse_job(line: str) -> JobState:
     """A line of `scontrol --oneliner show job`."""
     told = dict(re.findall(r"(?:^|\s)([A-Za-z/:]+)=(\S*)", line))
     job = f"{told['ArrayJobId']}_{told['ArrayTaskId']}" if told.get("ArrayTaskId") else told["JobId"]
-    return JobState(
-        job,
-        told["JobState"],
-        _known(told.get("Reason")),
-        _known(told.get("NodeList")),
-        int(told.get("Restarts") or 0),
-        told.get("ExitCode", ""),
-        _known(told.get("Partition")),
-        _known(told.get("Account")),
+    reason, nodes, partition, account = (
+        _known(told.get(key)) for key in ("Reason", "NodeList", "Partition", "Account")
     )
-
-
-def _from_accounting(job: str) -> JobState | None:
-    starts = history_of(job)
-    return starts[-1] if starts else None
+    restarts, code = int(told.get("Restarts") or 0), told.get("ExitCode", "")
+    return JobState(job, told["JobState"], reason, nodes, restarts, code, partition, account)
 
 
 def history_of(job: str) -> list[JobState]:

@@ -10,17 +10,17 @@ from lockstep.config.cadence import parse_duration
 from lockstep.config.cluster import Cluster
 from lockstep.errors import UserError
 from lockstep.faults.stop import KEEP_STOP_FILE, STOP_FILE
-from lockstep.launch.cluster_job import OFFLINE, Job
+from lockstep.launch.cluster_job import OFFLINE, ClusterJob
 from lockstep.record.folder import EXIT_CODE
 from lockstep.runtime.slurm_env import HOST_SUFFIX
 
 
-def logs_of(job: Job) -> Path:
+def logs_of(job: ClusterJob) -> Path:
     """Where Slurm writes what the job prints; the tasks of an array have a folder in common."""
     return job.run_dir.parent if job.array else job.run_dir / "logs"
 
 
-def check_job(job: Job, cluster: Cluster, save_seconds: float = 0.0) -> None:
+def check_job(job: ClusterJob, cluster: Cluster, save_seconds: float = 0.0) -> None:
     """Refuse what Slurm would refuse much later, or accept and never start; `save_seconds` is what a save took last."""
     has = cluster.node
     if has.gpus and job.gpus > has.gpus:
@@ -56,7 +56,7 @@ def check_job(job: Job, cluster: Cluster, save_seconds: float = 0.0) -> None:
         raise UserError(f"--array {job.array} is not an array of jobs", "write it like 0-3, 1,5,7 or 0-99%4")
 
 
-def render(job: Job, cluster: Cluster, venv: Path | None) -> str:
+def render(job: ClusterJob, cluster: Cluster, venv: Path | None) -> str:
     """The script. `venv` is the environment that submits, used where the profile names none."""
     parts = [
         "#!/bin/bash",
@@ -68,7 +68,7 @@ def render(job: Job, cluster: Cluster, venv: Path | None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _options(job: Job, cluster: Cluster) -> list[str]:
+def _options(job: ClusterJob, cluster: Cluster) -> list[str]:
     slurm = cluster.slurm
     lines = [
         f"--job-name={shlex.quote(job.name)}",
@@ -120,7 +120,7 @@ def _software(cluster: Cluster, venv: Path | None) -> list[str]:
     return [*lines, ""]
 
 
-def _body(job: Job, cluster: Cluster) -> list[str]:
+def _body(job: ClusterJob, cluster: Cluster) -> list[str]:
     run = shlex.quote(str(job.run_dir))
     if job.array:
         run += "-$SLURM_ARRAY_TASK_ID"
@@ -162,7 +162,7 @@ def _body(job: Job, cluster: Cluster) -> list[str]:
     return [*lines, 'exit "$code"']
 
 
-def _container(job: Job, cluster: Cluster) -> str:
+def _container(job: ClusterJob, cluster: Cluster) -> str:
     software = cluster.software
     if not software.container:
         return ""
@@ -175,7 +175,7 @@ def _container(job: Job, cluster: Cluster) -> str:
     return f" \\\n  apptainer exec{gpus} --bind {mounts} {shlex.quote(software.container)}"
 
 
-def _command(job: Job) -> str:
+def _command(job: ClusterJob) -> str:
     kind, *rest = job.command
     ours = ["--nproc", str(job.processes), "--run-dir", '"$run"']
     if job.nodes > 1:

@@ -51,18 +51,26 @@ class Outcome:
     more: str = ""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What becomes of a run whose ranks fail."""
+
+    restarts: int = 0
+    """How many failures may come without a checkpoint in between."""
+    on_oom: str = "stop"
+    is_ours: Callable[[], bool] = lambda: True
+    """Whether a later start of the same job has not taken the run over."""
+
+
 @dataclass
 class Supervisor:
-    """Judges the failures of one launch. `restarts` is how many may come without a checkpoint in between."""
+    """Judges the failures of one launch."""
 
     folder: RunFolder
     nodes: Nodes
     told: dict[str, Any]
     say: Callable[[str, str], None]
-    restarts: int = 3
-    on_oom: str = "stop"
-    is_ours: Callable[[], bool] = lambda: True
-    """Whether a later start of the same job has not taken the run over."""
+    policy: Policy
     outcome: Outcome | None = None
     was_cut_short: bool = False
     """Whether somebody pressed Ctrl-C twice."""
@@ -80,7 +88,7 @@ class Supervisor:
     """How many nodes this start has."""
 
     def __post_init__(self) -> None:
-        self._left = self.restarts
+        self._left = self.policy.restarts
         self._saved = self._newest_step()
 
     # What the agent calls -----------------------------------------------------------------------------------------
@@ -149,10 +157,9 @@ class Supervisor:
         """
         self._has_judged = True
         self._failed_at = self._failed_at or time.time()
-        if not self.is_ours():
-            self.outcome = Outcome(
-                1, f"a later start of this job has taken {self.folder.path} over, this one has ended"
-            )
+        if not self.policy.is_ours():
+            text = f"a later start of this job has taken {self.folder.path} over, this one has ended"
+            self.outcome = Outcome(1, text)
             return False
         saved = self._newest_step()
         if self.was_cut_short:
@@ -163,7 +170,7 @@ class Supervisor:
             self.outcome = Outcome(max(stops))
             return False
         if saved > self._saved:
-            self._saved, self._left = saved, self.restarts
+            self._saved, self._left = saved, self.policy.restarts
         failure, why = self._decide(stopping)
         self._tell(failure, why)
         if why is None:
@@ -202,7 +209,7 @@ class Supervisor:
         failure = of_exit(rank, code, self.folder.log_here(rank), self._last_seen(rank))
         if code == -9 and oom_kills() > self._oom_kills:
             text = "was killed by the kernel (SIGKILL) because the node ran out of memory"
-            return replace(failure, kind="memory", text=text, micro_batch=self._micro_batch())
+            return replace(failure, kind="memory", text=text, micro_batch=look_back(self.folder.path).micro_batch)
         return failure
 
     def _last_seen(self, rank: int) -> str:
@@ -232,10 +239,8 @@ class Supervisor:
         step, host, now = self._last_step(), short_host(), time.time()
         left = [rank for rank, code in self._first.items() if code == 0]
         if left:
-            text = (
-                "ended with exit code 0 while the others were still training: the ranks have different data; let every "
-            )
-            text += "rank do the same number of steps (run.loader does)"
+            text = "ended with exit code 0 while the others were still training: the ranks have different data; let "
+            text += "every rank do the same number of steps (run.loader does)"
             return Failure(left[0], host, "left", text, step=step, time=now)
         codes = {rank: code for rank, code in self._first.items() if code > 0}
         told = {failure.rank for failure in failures}
@@ -251,7 +256,7 @@ class Supervisor:
     def _why_again(self, failure: Failure) -> str | None:
         """Why another try is worth it; None where it is not."""
         if failure.kind == "memory":
-            if self.on_oom == "shrink" and failure.micro_batch is not None and failure.micro_batch > 1:
+            if self.policy.on_oom == "shrink" and failure.micro_batch is not None and failure.micro_batch > 1:
                 return f"with micro_batch = {failure.micro_batch // 2}, the global batch stays"
             return None
         if failure.final or self._left <= 0:
@@ -274,9 +279,8 @@ class Supervisor:
             self._write_down(failure, sentence, why_again)
         if why_again is not None:
             where = f" at {failure.where}" if failure.where else ""
-            self.say(
-                f"{sentence.splitlines()[0]}{where}: starting again {_where_from(self._saved)}; {why_again}", "warning"
-            )
+            again = f"starting again {_where_from(self._saved)}; {why_again}"
+            self.say(f"{sentence.splitlines()[0]}{where}: {again}", "warning")
             return
         if failure.kind == "refused":
             self._wait_for_all_to_hear()
@@ -285,8 +289,8 @@ class Supervisor:
         text = f"{sentence}\n  at {failure.where}" if failure.where else sentence
         lines = []
         same = (failure.kind, failure.text)
-        alike = [one.rank for one in self._recorded() if (one.kind, one.text) == same]
-        alike = [rank for rank in alike if rank != failure.rank]
+        others_recorded = [other for other in self._recorded() if other.rank != failure.rank]
+        alike = [other.rank for other in others_recorded if (other.kind, other.text) == same]
         if alike and not together:
             lines.append(f"  {ranks(alike)} failed alike")
         others = max(self._world, len(self._first)) - 1 - len(alike)
@@ -335,9 +339,6 @@ class Supervisor:
     def _last_step(self) -> int | None:
         return max(look_back(self.folder.path).step, self._newest_step()) or None
 
-    def _micro_batch(self) -> int | None:
-        return look_back(self.folder.path).micro_batch
-
 
 def _stop_code(code: int) -> int | None:
     """130 or 75 where a process has ended on purpose, or by the signal itself, which it could not act on."""
@@ -350,9 +351,7 @@ def _in_terms_of_calls(cause: Failure, failures: list[Failure]) -> Failure:
     """A collective got tensors that do not go together: who gave what, or who was in which call."""
     known = [one for one in failures if one.where and (one.is_consequence or one.is_mismatch)]
     reports = {
-        one.rank: Report(
-            one.rank, one.host, 0, "", 0, waits=True, moving=False, call=one.call, where=one.where, shapes=one.shapes
-        )
+        one.rank: Report(one.rank, one.host, 0, "", 0, True, False, one.call, where=one.where, shapes=one.shapes)
         for one in known
     }
     found = [reports.pop(one.rank) for one in known if one.is_mismatch]

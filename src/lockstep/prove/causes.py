@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from lockstep.prove.recording import Recording, Tensors
-from lockstep.prove.verify import NO_SIGNAL, Comparison, StepDifferences, gradient_differences
+from lockstep.prove.verify import NO_SIGNAL, LayoutComparison, StepDifferences, gradient_differences
 from lockstep.text.units import how_many
 
 Cause = Literal[
@@ -36,7 +36,7 @@ FIT = 1e-3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProofVerdict:
     """One sentence, and for a difference its likely cause and the first step and parameter that show it."""
 
     text: str
@@ -52,7 +52,7 @@ class Verdict:
         return self.returns or (self.parameter and (self.parameter.rpartition(".")[0] or self.parameter))
 
 
-def judge(found: Comparison, other: Comparison | None = None) -> Verdict:
+def judge(found: LayoutComparison, other: LayoutComparison | None = None) -> ProofVerdict:
     """The verdict on a comparison. Of several differences it is about the first.
 
     `other` is a run on one process with another micro-batch, beside the first.
@@ -60,7 +60,7 @@ def judge(found: Comparison, other: Comparison | None = None) -> Verdict:
     if found.same:
         if other is not None and not other.same:
             return _other_micro_batch(found, other)
-        return Verdict(_praise(found))
+        return ProofVerdict(_praise(found))
     if found.missing or found.extra or found.untied:
         return _other_model(found)
     first = found.first_difference
@@ -92,7 +92,7 @@ def judge(found: Comparison, other: Comparison | None = None) -> Verdict:
     return _wrong_values(found, first)
 
 
-def _praise(found: Comparison) -> str:
+def _praise(found: LayoutComparison) -> str:
     """The sentence about a layout that gives the numbers of one process."""
     gradients = [amount for step in found.steps for amount in step.gradients.values()]
     done = f"{how_many(len(found.steps), 'step')}, {how_many(len(found.theirs.parameters), 'parameter')}"
@@ -104,7 +104,7 @@ def _praise(found: Comparison) -> str:
     return text
 
 
-def _other_micro_batch(found: Comparison, other: Comparison) -> Verdict:
+def _other_micro_batch(found: LayoutComparison, other: LayoutComparison) -> ProofVerdict:
     """One process has other numbers with another micro-batch, and so has every layout that chooses one."""
     first = other.first_difference
     assert first is not None
@@ -126,7 +126,7 @@ def _other_micro_batch(found: Comparison, other: Comparison) -> Verdict:
     return _verdict("micro-batch", first.step, None, where, why)
 
 
-def _unlike_ranks(found: Comparison, first: StepDifferences) -> Verdict | None:
+def _unlike_ranks(found: LayoutComparison, first: StepDifferences) -> ProofVerdict | None:
     """Data ranks compute something else for the same samples."""
     reference, *others = found.ours.steps[-1][0]["by_rank"] or [None]
     if reference is None:
@@ -143,7 +143,7 @@ def _unlike_ranks(found: Comparison, first: StepDifferences) -> Verdict | None:
     return None
 
 
-def _other_model(found: Comparison) -> Verdict:
+def _other_model(found: LayoutComparison) -> ProofVerdict:
     """The two runs do not train the same parameters."""
     names = found.missing or found.extra or found.untied
     tied = _tied_names(found.ours) | _tied_names(found.theirs)
@@ -156,7 +156,7 @@ def _other_model(found: Comparison) -> Verdict:
     return _verdict("missing-parameter", 0, names[0], what, "a layer was left out or added")
 
 
-def _drift(found: Comparison, first: StepDifferences) -> Verdict:
+def _drift(found: LayoutComparison, first: StepDifferences) -> ProofVerdict:
     """Ranks of the layout disagree with each other."""
     if not first.drifted:
         cause: Cause = "loss" if first.disagreement in ("loss", "weight") else "optimizer"
@@ -171,7 +171,7 @@ def _drift(found: Comparison, first: StepDifferences) -> Verdict:
     return _verdict("replica", first.step, name, f"ranks hold different values of {_of(name)}{_and(others)}", why)
 
 
-def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
+def _wrong_gradients(found: LayoutComparison, first: StepDifferences) -> ProofVerdict:
     step, wrong = first.step, first.wrong_gradients
     ours, theirs = found.ours.gradients(step), found.theirs.gradients(step)
     least = NO_SIGNAL * _norm_of_all(theirs)
@@ -215,7 +215,7 @@ def _wrong_gradients(found: Comparison, first: StepDifferences) -> Verdict:
     return _verdict("local", step, name, f"{what} differs{_and(others)}, in no known pattern", why)
 
 
-def _all_scaled(found: Comparison, step: int, name: str, factor: float, count: int) -> Verdict:
+def _all_scaled(found: LayoutComparison, step: int, name: str, factor: float, count: int) -> ProofVerdict:
     """All gradients are one factor off."""
     what = f"the gradient of {_of(name)} is {factor:.3f} x that of one process; all {how_many(count, 'gradient')} are"
     clipped = _is_clipped(found.ours, step) or _is_clipped(found.theirs, step)
@@ -227,7 +227,7 @@ def _all_scaled(found: Comparison, step: int, name: str, factor: float, count: i
     return _verdict("scale", step, name, what, f"a division by {divisor} is missing or done twice")
 
 
-def _wrong_norm(found: Comparison, step: int) -> Verdict:
+def _wrong_norm(found: LayoutComparison, step: int) -> ProofVerdict:
     """The gradients are right as the optimizer sees them, and their norm is not."""
     what = f"the gradient norm is {_norm_ratio(found, step):.3f} x that of one process"
     if _is_clipped(found.theirs, step):
@@ -236,7 +236,7 @@ def _wrong_norm(found: Comparison, step: int) -> Verdict:
     return _verdict("optimizer", step, None, f"{what} and the gradients are right", "clipping uses a wrong norm")
 
 
-def _wrong_values(found: Comparison, first: StepDifferences) -> Verdict:
+def _wrong_values(found: LayoutComparison, first: StepDifferences) -> ProofVerdict:
     """The gradients are right, and what became of the parameters is not."""
     name, *others = first.wrong_values
     if first.step == 0:
@@ -299,7 +299,7 @@ def _is_clipped(run: Recording, step: int) -> bool:
     return 0 < _norm_of_all(run.gradients(step)) < (1 - FIT) * norm
 
 
-def _norm_ratio(found: Comparison, step: int) -> float:
+def _norm_ratio(found: LayoutComparison, step: int) -> float:
     ours, theirs = (float(run.steps[step - 1][0]["grad_norm"]) for run in (found.ours, found.theirs))
     return ours / theirs if theirs else math.inf
 
@@ -316,8 +316,8 @@ def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=FIT)
 
 
-def _verdict(cause: Cause, step: int, parameter: str | None, what: str, why: str) -> Verdict:
-    return Verdict(
+def _verdict(cause: Cause, step: int, parameter: str | None, what: str, why: str) -> ProofVerdict:
+    return ProofVerdict(
         f"first difference: {f'step {step}' if step else 'the start'}, {what}: {why}", cause, step, parameter
     )
 

@@ -117,7 +117,7 @@ class StepDifferences:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayoutComparison:
     """A run under a layout (`ours`) beside one on one process (`theirs`)."""
 
     ours: Recording
@@ -169,7 +169,7 @@ class Comparison:
 
 def compare(
     ours: Recording, theirs: Recording, shaken: Recording | None = None, other: Recording | None = None
-) -> Comparison:
+) -> LayoutComparison:
     """Compare a run under a layout with one on one process, step by step.
 
     `shaken` is a run on one process that began with other last bits: rounding may do what they do. `other` is one with
@@ -222,7 +222,7 @@ def compare(
         )
 
     limits = _limits(spread, min(len(ours.steps), len(theirs.steps)))
-    return Comparison(
+    return LayoutComparison(
         ours,
         theirs,
         missing=[name for name in theirs.parameters if name not in shared],
@@ -239,7 +239,7 @@ Record = Callable[[str, Layout, dict[str, Any]], Recording]
 """Trains under a layout (said in words, too) with more settings of `VerifySettings`, and returns what was recorded."""
 
 
-def prove(layout: Layout, record: Record) -> tuple[Comparison, Comparison | None]:
+def prove(layout: Layout, record: Record) -> tuple[LayoutComparison, LayoutComparison | None]:
     """The layout beside one process; and one process with another micro-batch beside it, where that is free.
 
     Both sides run as the user's own command would. Where they differ by little, one process begins once more, with
@@ -290,7 +290,7 @@ class Check:
     allowed: float | None = None
 
 
-def checks(found: Comparison, other: Comparison | None = None) -> list[Check]:
+def checks(found: LayoutComparison, other: LayoutComparison | None = None) -> list[Check]:
     """Everything that was compared; `other` is a run on one process with another micro-batch, beside the first."""
     ours, steps = found.ours, (found.start, *found.steps)
     drifted = next((f"{step.drifted[0]} from step {step.step} on" for step in steps if step.drifted), "")
@@ -323,7 +323,7 @@ def checks(found: Comparison, other: Comparison | None = None) -> list[Check]:
     ]
 
 
-def _micro_batch(found: Comparison, other: Comparison | None) -> Check:
+def _micro_batch(found: LayoutComparison, other: LayoutComparison | None) -> Check:
     """Whether the numbers depend on how many samples one forward sees, where nothing says that they may."""
     ours, theirs = found.ours.micro_batch, found.theirs.micro_batch
     sizes = "; ".join(

@@ -51,13 +51,13 @@ class DamageError(Exception):
     """A checkpoint is not what was written. The text names the file and says what is wrong with it."""
 
 
-class Part(BaseModel):
+class IndexPart(BaseModel):
     """A part of an index: what it says is checked, and nothing else may stand in it."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class Chunk(Part):
+class Chunk(IndexPart):
     """A box of a tensor: where it begins in the whole, its shape, and which bytes of which file it is."""
 
     file: str
@@ -68,7 +68,7 @@ class Chunk(Part):
     """Of every BLOCK_BYTES bytes, the last block may be shorter."""
 
 
-class StoredTensor(Part):
+class StoredTensor(IndexPart):
     """One tensor of the whole model or its optimizer, and the chunks it is in."""
 
     dtype: str
@@ -81,7 +81,7 @@ class StoredTensor(Part):
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class StoredFile(Part):
+class StoredFile(IndexPart):
     """A shard: its size, and the digest of its safetensors header, which is not part of any chunk."""
 
     bytes: Size
@@ -89,14 +89,14 @@ class StoredFile(Part):
     header_sha256: Digest
 
 
-class Group(Part):
+class Group(IndexPart):
     """One parameter group of the optimizer: the original names of its parameters, and its options."""
 
     parameters: list[str]
     options: dict[str, Any]
 
 
-class OptimizerState(Part):
+class OptimizerState(IndexPart):
     """What an optimizer has besides tensors."""
 
     name: str
@@ -111,7 +111,7 @@ class OptimizerState(Part):
     """The parameters that the script froze after the model was cut, though they have state here."""
 
 
-class LoaderState(Part):
+class LoaderState(IndexPart):
     """Where a loader stands, and what it reads."""
 
     position: Annotated[list[Size], Field(min_length=2, max_length=2)]
@@ -124,14 +124,14 @@ class LoaderState(Part):
     shuffle: bool
 
 
-class Best(Part):
+class Best(IndexPart):
     """The checkpoint with the lowest validation loss so far."""
 
     step: Size
     loss: float
 
 
-class PipelineState(Part):
+class PipelineState(IndexPart):
     """How a pipeline was cut, so that the same one is cut the same way again."""
 
     schedule: str
@@ -139,7 +139,7 @@ class PipelineState(Part):
     stages: list[list[Size]]
 
 
-class Training(Part):
+class Training(IndexPart):
     """Where a training stands besides its tensors. Random streams follow from the seed and the step."""
 
     seed: Annotated[int, Field(gt=-(1 << 64), lt=1 << 64)]
@@ -161,7 +161,7 @@ class Training(Part):
     """Digests of the script and of what it imports that is no library, by file (record/identity.py)."""
 
 
-class Index(Part):
+class Index(IndexPart):
     """Everything of a checkpoint that is not a tensor, and where the tensors are."""
 
     format: int
