@@ -13,7 +13,8 @@ from lockstep.checkpoint.disk.format import DamageError, Whole, is_checkpoint
 from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.disk.pick import pick
 from lockstep.checkpoint.state import sources_in
-from lockstep.config.schema import Config, from_toml
+from lockstep.config.layers import from_toml
+from lockstep.config.schema import Config
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
 from lockstep.parallel.build.materialise import named_tensors

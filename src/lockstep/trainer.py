@@ -17,7 +17,8 @@ from typing import Any
 
 from lockstep.config.arguments import named
 from lockstep.config.cadence import Cadence
-from lockstep.config.schema import Config, Layer, SetupConfig, resolve, to_toml
+from lockstep.config.layers import Layer, resolve, to_toml
+from lockstep.config.schema import Config, SetupConfig
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine, StepResult
 from lockstep.init_run import init

@@ -22,7 +22,7 @@ from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.disk.pick import pick
 from lockstep.checkpoint.exchange.export import export
 from lockstep.checkpoint.exchange.foreign import import_weights
-from lockstep.config.schema import from_toml
+from lockstep.config.layers import from_toml
 from lockstep.recipes.task import task_of
 from tests.cli import commands
 from tests.cli.commands import SMALL_LM

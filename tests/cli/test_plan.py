@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.config.schema import Layer, parse_assignments, resolve
+from lockstep.config.layers import Layer, parse_assignments, resolve
 from lockstep.planner.cost.job import Job
 from lockstep.planner.show.search_table import MOST_ROWS
 from lockstep.planner.trace import count as trace

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import lockstep
-from lockstep.config.schema import from_toml
+from lockstep.config.layers import from_toml
 from tests.cli.commands import events
 
 LINEAR = {"recipe": "linear", "steps": 12, "validate_every": "5 steps", "save_every": "4 steps", "layout": "single"}

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.config.schema import Format, Layer, ShardConfig, resolve
+from lockstep.config.layers import Layer, resolve
+from lockstep.config.schema import Format, ShardConfig
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.follow.blocks import find_blocks

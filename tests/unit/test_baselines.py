@@ -11,7 +11,7 @@ from torch import nn
 import lockstep
 from lockstep.compare.baselines import Busy, place_in_halves, train_in_halves
 from lockstep.compare.table import read_run
-from lockstep.config.schema import Layer, resolve
+from lockstep.config.layers import Layer, resolve
 from lockstep.errors import UserError
 from lockstep.recipes.task import task_of
 from lockstep.record.log import EventLog, read_events

@@ -10,19 +10,9 @@ import pytest
 
 from lockstep.config.cadence import Cadence
 from lockstep.config.catalog import RECIPES
-from lockstep.config.schema import (
-    Config,
-    Layer,
-    Resolved,
-    flatten,
-    for_world,
-    from_toml,
-    launch_config,
-    parse_assignments,
-    resolve,
-    script_config,
-    to_toml,
-)
+from lockstep.config.checked import flatten
+from lockstep.config.layers import Layer, Resolved, for_world, from_toml, parse_assignments, resolve, to_toml
+from lockstep.config.schema import Config, launch_config, script_config
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.compare.contenders import Contender, read_contenders, settle
-from lockstep.config.schema import Config, Layer
+from lockstep.config.layers import Layer
+from lockstep.config.schema import Config
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 

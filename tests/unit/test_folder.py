@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.disk.format import step_folder
-from lockstep.config.schema import Config, LaunchConfig, Layer, parse_assignments, resolve, to_toml
+from lockstep.config.layers import Layer, parse_assignments, resolve, to_toml
+from lockstep.config.schema import Config, LaunchConfig
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
 from lockstep.record.folder import (

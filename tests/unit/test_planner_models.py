@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.config.catalog import RECIPES
-from lockstep.config.schema import Layer, resolve
+from lockstep.config.layers import Layer, resolve
 from lockstep.errors import UserError
 from lockstep.planner.model.find_model import find_model
 from lockstep.planner.model.huggingface import from_values

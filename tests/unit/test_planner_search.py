@@ -9,7 +9,8 @@ from typing import get_args
 
 import pytest
 
-from lockstep.config.schema import Layer, Schedule, parse_assignments, resolve
+from lockstep.config.layers import Layer, parse_assignments, resolve
+from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.planner.cost.checks import check_job, divisors, verdict

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from lockstep.compare.contenders import Contender
     from lockstep.compare.table import Comparison, Machine, Timed
-    from lockstep.config.schema import Config, Resolved
+    from lockstep.config.layers import Resolved
+    from lockstep.config.schema import Config
     from lockstep.launch.supervise import Outcome
 
     Entrants = Mapping[Contender, Resolved]
@@ -76,16 +77,16 @@ def _entrants(
 ) -> tuple[Entrants, str]:
     """All of what is to be compared, checked before anything starts; and the device it runs on."""
     from lockstep.compare.contenders import read_contenders, settle
-    from lockstep.config import schema as cfg
+    from lockstep.config.layers import Layer, parse_assignments, resolve
     from lockstep.runtime.device import visible_gpus
 
     layers = [
         *opt.named_layer(what),
-        cfg.Layer("--set", cfg.parse_assignments(assignments)),
-        cfg.Layer("the command line", told),
-        cfg.Layer("compare", {"validate_every": "never", "save_every": "never", "profile": None}),
+        Layer("--set", parse_assignments(assignments)),
+        Layer("the command line", told),
+        Layer("compare", {"validate_every": "never", "save_every": "never", "profile": None}),
     ]
-    first = cfg.resolve(layers).config
+    first = resolve(layers).config
     usual, chosen, _ = opt.processes(None, first.device, first.share_gpu)
     contenders = read_contenders(_names(layouts, usual), visible_gpus() if chosen == "cuda" else 0)
     for contender in contenders:

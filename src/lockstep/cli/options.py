@@ -12,7 +12,7 @@ import typer
 from lockstep.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Layer
+    from lockstep.config.layers import Layer
 
 Layout = Annotated[str | None, typer.Option(help="Mesh axes, such as dp=2,fsdp=4; one may be auto.")]
 Nodes = Annotated[str | None, typer.Option(help="Nodes of the run, 2 or 3:4 (at least 3); start it on each of them.")]
@@ -75,14 +75,14 @@ def given(**options: Any) -> dict[str, Any]:
 
 def config_layers(what: str | None, told: dict[str, Any], assigned: list[str]) -> list[Layer]:
     """What a user says of a training: by naming a recipe or a TOML file, by options, and by `--set`."""
-    from lockstep.config.schema import Layer, parse_assignments
+    from lockstep.config.layers import Layer, parse_assignments
 
     return [*named_layer(what), Layer("the command line", told), Layer("--set", parse_assignments(assigned))]
 
 
 def named_layer(what: str | None) -> list[Layer]:
     """The config values that naming a recipe or a TOML file gives."""
-    from lockstep.config.schema import Layer
+    from lockstep.config.layers import Layer
     from lockstep.config.toml import read_toml
     from lockstep.record.folder import name_after
 

@@ -26,7 +26,8 @@ def run_command(
 ) -> int:
     """Launch your own training script on all devices of this machine; options stand before the script."""
     from lockstep.checkpoint.disk.code import accept_by_name, check_code_on_disk
-    from lockstep.config import schema as cfg
+    from lockstep.config.layers import parse_assignments
+    from lockstep.config.schema import script_config
     from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
@@ -41,9 +42,9 @@ def run_command(
         complain(line)
     terminal = open_terminal(launch["as_json"])
     # A script has no optimizer of the config's.
-    told = opt.settings_in(launch) | cfg.parse_assignments(launch["set_"] or [], "seed=1")
+    told = opt.settings_in(launch) | parse_assignments(launch["set_"] or [], "seed=1")
     origin = dict.fromkeys(["script", *(["args"] if args else []), *told], "the command line")
-    config = cfg.script_config({**told, "script": str(script), "args": args or []}, "the command line")
+    config = script_config({**told, "script": str(script), "args": args or []}, "the command line")
     check_installed(config.log_to)
     count, chosen, unused = opt.processes(config.nproc, config.device, config.share_gpu)
     origin.setdefault("nproc", f"{chosen} processes")

@@ -55,7 +55,7 @@ def choose_run(name: str, options: Mapping[str, Any], terminal: Terminal) -> Run
 
 def print_plan(start: Start, **more: Mapping[str, str]) -> None:
     """What `--dry-run` shows: every value, where it came from, and which run it would be; `more` goes into its JSON."""
-    from lockstep.config.schema import flatten
+    from lockstep.config.checked import flatten
 
     folder, origin = start.folder, start.origin
     values = dict(flatten(start.config.model_dump(mode="json")))

@@ -195,7 +195,8 @@ def _name_of(kind: str, given: dict[str, Any]) -> str:
 def _check_command(kind: str, given: dict[str, Any], job: ClusterJob) -> None:
     """What the command itself would refuse in the job, hours later: a recipe, a key, a layout."""
     from lockstep.checkpoint.disk.code import check_code_on_disk
-    from lockstep.config import schema as cfg
+    from lockstep.config.layers import parse_assignments, resolve
+    from lockstep.config.schema import LaunchConfig, script_config
     from lockstep.config.selection import ranks_of
     from lockstep.layout import AUTO, Layout
     from lockstep.sinks.trackers import check_installed
@@ -208,10 +209,10 @@ def _check_command(kind: str, given: dict[str, Any], job: ClusterJob) -> None:
             raise UserError(f"there is no script {given['script']}", "check the path; options stand before it")
         if not given.get("accept"):
             check_code_on_disk(job.run_dir, Path(given["script"]))
-        told |= cfg.parse_assignments(assigned) | {"script": str(given["script"])}
-        config: cfg.LaunchConfig = cfg.script_config(told, "the command")
+        told |= parse_assignments(assigned) | {"script": str(given["script"])}
+        config: LaunchConfig = script_config(told, "the command")
     else:
-        config = cfg.resolve(opt.config_layers(given["what"], told, assigned)).config
+        config = resolve(opt.config_layers(given["what"], told, assigned)).config
     ranks_of(config.profile_ranks, world)
     check_installed(config.log_to)
     if config.layout != AUTO:

@@ -18,7 +18,7 @@ from lockstep.cli.start_run import Start, choose_run, print_plan, train
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.config.schema import Resolved
+    from lockstep.config.layers import Resolved
     from lockstep.record.folder import RunFolder
 
 
@@ -34,7 +34,8 @@ def train_command(
         return _list_recipes()
     from lockstep.checkpoint.disk.code import accept_by_name
     from lockstep.checkpoint.disk.format import steps_on_disk
-    from lockstep.config import schema as cfg
+    from lockstep.config.layers import for_world, resolve
+    from lockstep.config.schema import LaunchConfig
     from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO
@@ -43,18 +44,18 @@ def train_command(
 
     accept_by_name(launch["accept"])
     terminal = open_terminal(launch["as_json"])
-    resolved = cfg.resolve(opt.config_layers(what, opt.settings_in(launch), launch["set_"] or []))
+    resolved = resolve(opt.config_layers(what, opt.settings_in(launch), launch["set_"] or []))
     check_installed(resolved.config.log_to)
     count, chosen, unused = opt.processes(resolved.config.nproc, resolved.config.device, resolved.config.share_gpu)
     came_from = resolved.origin["nproc"] if launch["nproc"] else f"{chosen} processes"
     resolved = resolved.with_value("nproc", count, came_from)
     if resolved.config.layout == AUTO:
-        alone = cfg.for_world(resolved.with_value("layout", "single", "auto"), 1).config
+        alone = for_world(resolved.with_value("layout", "single", "auto"), 1).config
         found = choose_layout_for(alone, ["train"], count, chosen, terminal)
         resolved = resolved.with_value("layout", str(found), f"auto, {resolved.origin.get('layout', 'default')}")
     where = find_nodes(launch["nodes"], launch["node_rank"], launch["head"], launch["resume"])
     asked = resolved.config.layout
-    resolved = cfg.for_world(resolved, count * where.most)
+    resolved = for_world(resolved, count * where.most)
     ranks_of(resolved.config.profile_ranks, count * where.most)
     if not where.is_alone and "auto" in asked:  # settled at every start, for the nodes that are there
         resolved = resolved.with_value("layout", asked, resolved.origin.get("layout", "default"))
@@ -69,7 +70,7 @@ def train_command(
     if launch["dry_run"]:
         print_plan(start, formats=_explain(resolved, parameters, chosen, terminal))
         return 0
-    launch_keys = cfg.LaunchConfig.model_fields
+    launch_keys = LaunchConfig.model_fields
     told = {key: value for key, value in resolved.config.model_dump().items() if key in launch_keys}
     # The trainer reads the steps from the config.
     code = train(start, ["train", str(folder.path)], {**told, "steps": None}, on_oom="shrink")

@@ -86,7 +86,8 @@ def _subject(
 
     Whatever it says about devices, it runs on CPUs; a recipe neither validates nor saves between its steps.
     """
-    from lockstep.config import schema as cfg
+    from lockstep.config.layers import Layer, for_world, parse_assignments, resolve
+    from lockstep.config.schema import script_config
     from lockstep.layout import Layout
 
     is_script = what is not None and what.endswith(".py")
@@ -94,24 +95,24 @@ def _subject(
         raise UserError(f"{args[0]!r} is one argument too many", "a recipe takes --set; a script ends in .py")
     if is_script and not Path(str(what)).is_file():
         raise UserError(f"there is no script {what}", "check the path")
-    config: cfg.LaunchConfig
+    config: LaunchConfig
     if is_script:
-        values = {"layout": "dp=2", **told, **cfg.parse_assignments(assignments), **ON_CPUS}
-        config = cfg.script_config({**values, "script": what, "args": args}, "the command line")
+        values = {"layout": "dp=2", **told, **parse_assignments(assignments), **ON_CPUS}
+        config = script_config({**values, "script": what, "args": args}, "the command line")
         wanted = _resolve_layout(Layout.parse(config.layout), config.nproc)
         return config, wanted, ["script", str(what), *args]
 
-    resolved = cfg.resolve(
+    resolved = resolve(
         [
-            cfg.Layer("default", {"layout": "dp=2"}),
+            Layer("default", {"layout": "dp=2"}),
             *opt.named_layer(what),
-            cfg.Layer("the command line", told),
-            cfg.Layer("--set", cfg.parse_assignments(assignments)),
-            cfg.Layer("verify", {**ON_CPUS, "validate_every": "never", "save_every": "never"}),
+            Layer("the command line", told),
+            Layer("--set", parse_assignments(assignments)),
+            Layer("verify", {**ON_CPUS, "validate_every": "never", "save_every": "never"}),
         ]
     )
     wanted = _resolve_layout(Layout.parse(resolved.config.layout), resolved.config.nproc)
-    return cfg.for_world(resolved, wanted.world_size).config, wanted, ["train"]
+    return for_world(resolved, wanted.world_size).config, wanted, ["train"]
 
 
 def _resolve_layout(layout: Layout, nproc: int | None) -> Layout:

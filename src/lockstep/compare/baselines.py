@@ -24,7 +24,8 @@ from torch import nn
 
 from lockstep import __version__
 from lockstep.compare.table import IDLE
-from lockstep.config.schema import Config, from_toml
+from lockstep.config.layers import from_toml
+from lockstep.config.schema import Config
 from lockstep.data.loader import Loader, Reading, StepBatch
 from lockstep.data.order import Order
 from lockstep.errors import UserError

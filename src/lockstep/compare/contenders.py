@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.config.schema import Config, Layer, Resolved, for_world, resolve
+from lockstep.config.layers import Layer, Resolved, for_world, resolve
+from lockstep.config.schema import Config
 from lockstep.errors import UserError, unknown
 from lockstep.layout import AXES, Layout
 from lockstep.parallel.pipeline.timetable import check_micro_batches, choose_micro_batch

@@ -14,7 +14,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from lockstep.config.schema import Section, checked, flatten
+from lockstep.config.checked import checked, flatten
+from lockstep.config.schema import Section
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, unknown
 

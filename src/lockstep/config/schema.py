@@ -1,37 +1,16 @@
-"""The config of a run: one typed model, its TOML form, and where every value came from.
-
-Values come in layers: built-in defaults, the recipe's, a TOML file, command-line options, `--set a.b=c`. A later layer
-wins. An unknown key, a wrong type or a contradiction is a UserError that names the key and what would be right.
-"""
+"""The keys of a config, typed, each with its meaning: what decides what a run computes and where."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config.cadence import Cadence, parse_duration
-from lockstep.config.catalog import find_recipe
+from lockstep.config.checked import Nested, checked, flatten
 from lockstep.config.selection import check_in_reach, parse_ranks, parse_steps
-from lockstep.config.toml import MOST_LEVELS, parse_toml, read_toml, write_toml
-from lockstep.errors import UserError, nearest, unknown
+from lockstep.errors import UserError, unknown
 from lockstep.layout import AUTO, Layout
-
-Nested = dict[str, Any]
-
-EXCLUSIVE = {
-    "steps": "epochs",
-    "epochs": "steps",
-    "global_batch": "batch_per_device",
-    "batch_per_device": "global_batch",
-    "pipeline.micro_batches": "micro_batch",
-}
-"""Two ways to say one thing: a layer that says it one way takes back what an earlier layer said the other way."""
 
 
 class Section(BaseModel):
@@ -316,142 +295,6 @@ class Config(SetupConfig, LaunchConfig):
         return self
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Values of one source, for example the file or the `--set` options."""
-
-    source: str
-    values: Nested
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A checked config and, for every key, the source of its value."""
-
-    config: Config
-    origin: Mapping[str, str]
-
-    def with_value(self, key: str, value: Any, source: str) -> Resolved:
-        """The same with one more decided value (a dotted key), checked again."""
-        values = self.config.model_dump()
-        _put(values, key, value)
-        return Resolved(checked(Config, values, {**self.origin, key: source}), {**self.origin, key: source})
-
-
-def resolve(layers: Sequence[Layer]) -> Resolved:
-    """Merge the layers, later ones winning, over the defaults of Config and of the recipe they name."""
-    name = "lm"
-    for layer in layers:
-        name = layer.values.get("recipe", name)
-    recipe = find_recipe(name) if isinstance(name, str) else None
-    if recipe:
-        layers = [Layer(f"recipe {recipe.name}", recipe.defaults), *layers]
-    merged: Nested = {}
-    origin: dict[str, str] = {}
-    for layer in layers:
-        for key, value in flatten(layer.values):
-            if key in EXCLUSIVE and EXCLUSIVE[key] not in layer.values:
-                merged.pop(EXCLUSIVE[key], None)
-                origin.pop(EXCLUSIVE[key], None)
-            if key == "optimizer.name" and value != merged.get("optimizer", {}).get("name", value):
-                merged["optimizer"].pop("args", None)  # they were meant for the optimizer before
-                origin.pop("optimizer.args", None)
-            try:
-                _put(merged, key, value)
-            except TypeError:
-                raise UserError(
-                    f"{key} (from {layer.source}) is not a key", "what stands before a dot is a table"
-                ) from None
-            origin[key] = layer.source
-    if recipe:
-        _make_room(merged, origin, layers[0].source)
-    settings_keys = [f"model.{name}" for name in recipe.model_settings.model_fields] if recipe else []
-    config = checked(Config, merged, origin, also=settings_keys)
-    if recipe:
-        settings = checked(recipe.model_settings, config.model, origin, prefix="model.")
-        config = config.model_copy(update={"model": settings.model_dump()})
-    everything = {key: origin.get(key, "default") for key, _ in flatten(config.model_dump())}
-    return Resolved(config, everything)
-
-
-def _make_room(values: Nested, origin: dict[str, str], recipe: str) -> None:
-    """Let what a recipe chose for its own size give way to a smaller run the user asked for."""
-    steps, warmup = values.get("steps"), values.get("schedule", {}).get("warmup_steps", 0)
-    if origin.get("schedule.warmup_steps") == recipe and isinstance(steps, int) and 0 < steps <= warmup:
-        values["schedule"]["warmup_steps"] = steps // 10
-        origin["schedule.warmup_steps"] = f"{recipe}, shortened to fit {steps} steps"
-    batch, micro_batch = values.get("global_batch"), values.get("micro_batch", 0)
-    if origin.get("micro_batch") == recipe and isinstance(batch, int) and 0 < batch < micro_batch:
-        values["micro_batch"] = batch
-        origin["micro_batch"] = f"{recipe}, cut down to global_batch"
-
-
-def parse_assignments(assignments: Sequence[str], example: str = "optimizer.lr=0.01") -> Nested:
-    """The values of `--set a.b=c`: c is read as TOML where it is TOML (3, 1e-3, true, [1, 2]), else as text.
-
-    The word unset takes a value away: `--set clip=unset`. `example` is shown to who has written it otherwise.
-    """
-    values: Nested = {}
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key.strip() or key.count(".") > MOST_LEVELS:
-            raise UserError(f"cannot read --set {assignment[:100]!r}", f"write --set key=value, as in --set {example}")
-        value = _read_value(text, f"--set {key.strip()}")
-        try:
-            _put(values, key.strip(), value)
-        except TypeError:
-            raise UserError(f"--set {key} contradicts another --set", "a key is either a value or a table") from None
-    return values
-
-
-def _read_value(text: str, source: str) -> Any:
-    """A value of `--set`: TOML, or a table as JSON has it, or text."""
-    try:
-        return parse_toml(f"value = {text}", source)["value"]
-    except UserError:
-        raise
-    except ValueError:
-        if text.strip().startswith("{"):
-            with suppress(ValueError, RecursionError):
-                return json.loads(text)
-    return None if text.strip() == "unset" else text.strip()
-
-
-def to_toml(config: LaunchConfig) -> str:
-    """The config as TOML with every value; what is unset stands as a comment."""
-    return write_toml(config.model_dump())
-
-
-def from_toml(path: Path) -> Config:
-    """The config a run folder holds."""
-    values = read_toml(path)  # every value is there: the recipe's defaults must not fill in what was unset
-    return checked(Config, values, {key: str(path) for key, _ in flatten(values)})
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; `optimizer.args` and other free tables stay whole."""
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and dotted not in ("optimizer.args", "tensor.roles"):
-            yield from flatten(value, f"{dotted}.")
-        else:
-            yield dotted, value
-
-
-def _put(values: Nested, dotted: str, value: Any) -> None:
-    *tables, leaf = dotted.split(".")
-    for table in tables:
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            raise TypeError(dotted)
-    if dotted == "optimizer.args" and isinstance(value, dict):
-        before = values.get(leaf, {})
-        if not isinstance(before, dict):
-            raise TypeError(dotted)
-        value = {**before, **value}
-    values[leaf] = value
-
-
 def check_numerics(precision: str, numerics: NumericsConfig) -> None:
     """Refuse number formats that do not go together."""
     if numerics.param_dtype not in (None, "fp32", precision):
@@ -498,76 +341,3 @@ def script_config(values: Nested, source: str) -> ScriptConfig:
 def launch_config(values: Nested) -> LaunchConfig:
     """The checked arguments of `lockstep.init`."""
     return checked(LaunchConfig, values, {})
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def checked(
-    model: type[Model], values: Nested, origin: Mapping[str, str], prefix: str = "", also: Sequence[str] = ()
-) -> Model:
-    """Values as a model, or the first mistake in them as a sentence; `origin` says where each key came from."""
-    try:
-        return model.model_validate(values, strict=True)
-    except ValidationError as error:
-        raise _sentence(error, model, origin, prefix, also) from None
-
-
-def _sentence(
-    error: ValidationError, model: type[BaseModel], origin: Mapping[str, str], prefix: str, also: Sequence[str]
-) -> UserError:
-    """The first mistake pydantic found, in a user's words."""
-    first = error.errors()[0]
-    key = prefix + ".".join(str(part) for part in first["loc"])
-    source = origin.get(key) or next((origin[k] for k in origin if k.startswith(f"{key}.")), None)
-    where = f" (from {source})" if source else ""
-    if first["type"] == "extra_forbidden":
-        known = [*_keys(model, prefix), *also]
-        same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-        close = same_leaf[0] if same_leaf else nearest(key, known)
-        fix = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}"
-        return UserError(f"unknown key {key!r}{where}", fix)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        cause, _, fix = message.partition(": ")
-        return UserError(f"{prefix}{cause}" if prefix else cause, fix or "change one of them")
-    for ours, pydantic_text in (
-        ("a whole number", "Input should be a valid integer"),
-        ("a number", "Input should be a valid number"),
-        ("text", "Input should be a valid string"),
-        ("true or false", "Input should be a valid boolean"),
-        ("a table, set key by key", "Input should be a valid dictionary"),
-        (f"a list, as in --set '{key}=[\"...\"]'", "Input should be a valid list"),
-    ):
-        if message.startswith(pydantic_text):
-            message = f"it has to be {ours}"
-    message = message.replace("Input should be", "it has to be").replace("String should", "it has to")
-    given = repr(first["input"])
-    given = given if len(given) <= 100 else f"{given[:100]}..."
-    return UserError(f"{key} = {given}{where} is not valid", message)
-
-
-def _keys(model: type[BaseModel], prefix: str) -> list[str]:
-    keys = []
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _keys(field.annotation, f"{prefix}{name}.")
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
-
-
-def for_world(resolved: Resolved, world_size: int) -> Resolved:
-    """The config with layout and global batch settled for a world size."""
-    layout = Layout.parse(resolved.config.layout).resolve(world_size)
-    if str(layout) != resolved.config.layout:
-        resolved = resolved.with_value("layout", str(layout), f"{resolved.config.layout} on {world_size} processes")
-    per_device = resolved.config.batch_per_device
-    if per_device is not None:
-        values = resolved.config.model_dump()
-        values.update(batch_per_device=None, global_batch=per_device * layout.data_size)
-        source = f"batch_per_device {per_device} x {layout.data_size} replicas"
-        origin = {**resolved.origin, "global_batch": source, "batch_per_device": "default"}
-        _make_room(values, origin, f"recipe {resolved.config.recipe}")
-        resolved = Resolved(checked(Config, values, origin), origin)
-    return resolved

@@ -43,7 +43,7 @@ def main() -> None:
     _seed_script(launch.get("options", {}).get("seed", 0))
 
     def train() -> None:
-        from lockstep.config.schema import from_toml
+        from lockstep.config.layers import from_toml
         from lockstep.init_run import init
         from lockstep.trainer import Trainer
 
@@ -56,7 +56,7 @@ def main() -> None:
 
             train_baseline(args[0], folder)
             return
-        from lockstep.config.schema import from_toml
+        from lockstep.config.layers import from_toml
         from lockstep.init_run import init
         from lockstep.trainer import Trainer
 

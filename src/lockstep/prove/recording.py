@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.config.schema import NumericsConfig, RecoverConfig, SetupConfig, flatten
+from lockstep.config.checked import flatten
+from lockstep.config.schema import NumericsConfig, RecoverConfig, SetupConfig
 from lockstep.errors import UserError
 from lockstep.follow.blocks import find_blocks
 from lockstep.follow.trees import tensors_of

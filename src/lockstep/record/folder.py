@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config.schema import Config, LaunchConfig, flatten, script_config, to_toml
+from lockstep.config.checked import flatten
+from lockstep.config.layers import to_toml
+from lockstep.config.schema import Config, LaunchConfig, script_config
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, nearest, reason
 from lockstep.record.failure import short_host

@@ -121,7 +121,7 @@ def digest_of(content: bytes) -> str:
 
 def facts_of(code: LocalCode, config: LaunchConfig, place: Place, device: str, backend: str) -> Facts:
     """What this rank runs."""
-    from lockstep.config.schema import flatten
+    from lockstep.config.checked import flatten
 
     values = dict(flatten(config.model_dump(mode="json", exclude={"nproc"})))
     values |= {"device": device, "backend": backend}

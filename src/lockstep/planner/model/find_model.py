@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.catalog import RECIPES, LmSettings
-from lockstep.config.schema import Layer, resolve
+from lockstep.config.layers import Layer, resolve
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, nearest, unknown
 from lockstep.planner.model.convnet import RESNETS, resnet

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from lockstep.config.schema import parse_assignments
+from lockstep.config.layers import parse_assignments
 from lockstep.errors import UserError, unknown
 from lockstep.planner.model.parts import Model, Shape
 from lockstep.planner.model.transformer import transformer

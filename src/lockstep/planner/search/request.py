@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lockstep.config import schema as cfg
 from lockstep.config.catalog import RECIPES
+from lockstep.config.checked import flatten
+from lockstep.config.layers import Layer, Resolved, parse_assignments, resolve
+from lockstep.config.schema import Config, PipelineConfig
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, unknown
 from lockstep.layout import AUTO, Layout
@@ -94,8 +96,8 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
     if typed.search and typed.layout:
         raise UserError("--search compares all layouts, and --layout names one", "say one of them")
     is_recipe = typed.model in RECIPES or typed.model.endswith(".toml")
-    told = cfg.parse_assignments(list(typed.assignments))
-    shape = {} if is_recipe else {key: told.pop(key) for key in list(told) if key not in cfg.Config.model_fields}
+    told = parse_assignments(list(typed.assignments))
+    shape = {} if is_recipe else {key: told.pop(key) for key in list(told) if key not in Config.model_fields}
     machine = _machine(typed, told)
     model = find_model(typed.model, typed.sequence, {**told, **dict(typed.values or {})} if is_recipe else shape)
     world_size = largest or machine.gpus
@@ -121,7 +123,7 @@ def read_request(typed: Typed, largest: int | None = None) -> Request:
     if "global_batch" not in said and "batch_per_device" not in said and not is_recipe:
         what = f"{base.tokens / 1e6:.3g} million tokens" if model.sequence > 1 else f"{USUAL_SAMPLES} a GPU"
         remarks.append(f"a global batch of {base.global_batch:,} samples ({what}) is assumed (--global-batch sets it)")
-    asked = _asked(dict(cfg.flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
+    asked = _asked(dict(flatten(resolved.config.model_dump())) if layout and is_recipe else said, base, layout)
     named = typed.model if is_recipe else PLACEHOLDER
     return Request(base, world_size, layout, asked, remarks, named, typed, told | dict(typed.values or {}))
 
@@ -144,7 +146,7 @@ def _machine(typed: Typed, told: Mapping[str, Any]) -> Machine:
     return machine
 
 
-def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, world_size: int) -> cfg.Resolved:
+def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, world_size: int) -> Resolved:
     """The config: a recipe's own, or for other models what was said alone."""
     named = typed.layout or ""
     data = settle_layout(named, world_size).data_size if named else 1
@@ -156,10 +158,10 @@ def _resolve(typed: Typed, told: dict[str, Any], is_recipe: bool, model: Model, 
     elif {"global_batch", "batch_per_device"} & ({*told} | {*(typed.values or {})}):
         first = {}
     source = typed.model if is_recipe else "assumed"
-    layers = [cfg.Layer("--set", told), cfg.Layer("the command line", dict(typed.values or {}))]
+    layers = [Layer("--set", told), Layer("the command line", dict(typed.values or {}))]
     if not is_recipe:
-        layers.insert(0, cfg.Layer("assumed", {"micro_batch": None}))
-    return cfg.resolve([cfg.Layer(source, first), *layers])
+        layers.insert(0, Layer("assumed", {"micro_batch": None}))
+    return resolve([Layer(source, first), *layers])
 
 
 def usual_batch(model: Model, world_size: int) -> int:
@@ -171,9 +173,9 @@ def usual_batch(model: Model, world_size: int) -> int:
     return max(1 << power, world_size // MOST_A_SAMPLE)
 
 
-def _said(resolved: cfg.Resolved) -> dict[str, Any]:
+def _said(resolved: Resolved) -> dict[str, Any]:
     """What the user has decided: not by default, nor by a recipe."""
-    values = dict(cfg.flatten(resolved.config.model_dump()))
+    values = dict(flatten(resolved.config.model_dump()))
     sources = {key: source for key, source in resolved.origin.items() if key in values and values[key] is not None}
     chosen = [key for key, source in sources.items() if source not in ("default", "assumed")]
     return {key: values[key] for key in chosen if not sources[key].startswith("recipe ") and key not in _NAMES}
@@ -182,14 +184,14 @@ def _said(resolved: cfg.Resolved) -> dict[str, Any]:
 _NAMES = ("recipe", "name")
 
 
-def _layout_of(resolved: cfg.Resolved, typed: Typed) -> str | None:
+def _layout_of(resolved: Resolved, typed: Typed) -> str | None:
     """The layout that a config file or `--set` names."""
     named = resolved.config.layout if resolved.origin.get("layout") != "default" else AUTO
     is_a_recipe_s = resolved.origin.get("layout", "").startswith("recipe ")
     return None if named == AUTO or typed.search or is_a_recipe_s else named
 
 
-def _batch(config: cfg.Config, layout: Layout | None) -> int:
+def _batch(config: Config, layout: Layout | None) -> int:
     if config.global_batch is not None:
         return config.global_batch
     if layout is None:
@@ -200,7 +202,7 @@ def _batch(config: cfg.Config, layout: Layout | None) -> int:
     return cast(int, config.batch_per_device) * layout.data_size
 
 
-def _precision(resolved: cfg.Resolved, is_recipe: bool, machine: Machine) -> Literal["fp32", "fp16", "bf16"]:
+def _precision(resolved: Resolved, is_recipe: bool, machine: Machine) -> Literal["fp32", "fp16", "bf16"]:
     """What was said, or a recipe trains in; else the fastest format that needs no care."""
     peaks = machine.gpu.tflops
     chosen = resolved.config.precision
@@ -224,7 +226,7 @@ def _asked(said: Mapping[str, Any], base: Job, layout: Layout | None) -> Asked:
     if layout is None:
         return asked
     schedule = asked.schedule or "1f1b"
-    stages = asked.stages_per_rank or cfg.PipelineConfig(schedule=schedule).per_rank
+    stages = asked.stages_per_rank or PipelineConfig(schedule=schedule).per_rank
     asked = replace(asked, recompute=asked.recompute or "none", zero=asked.zero or 3, schedule=schedule)
     asked = replace(asked, stages_per_rank=stages)
     if (number := said.get("pipeline.micro_batches")) is not None and asked.micro_batch is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.catalog import RECIPES
-from lockstep.config.schema import Layer, resolve
+from lockstep.config.layers import Layer, resolve
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
 from lockstep.planner.model.find_model import IN_PYTHON
