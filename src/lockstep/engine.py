@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.state import TrainingState
-from lockstep.config.arguments import check_has_gradient, check_is_tensor, check_made, no_backward
+from lockstep.config.arguments import check_has_gradient, check_is_tensor, check_made
 from lockstep.config.schema import Attention, Compile, Format, NumericsConfig, RecoverConfig
 from lockstep.data.loader import MicroBatch, StepBatch, in_groups
 from lockstep.data.transfer import HostCopy, Transfers
@@ -36,7 +36,7 @@ from lockstep.faults.recover import Alarm, BufferCopies, Recovery
 from lockstep.faults.requests import Requests
 from lockstep.layout import Layout
 from lockstep.parallel.build.apply import Look
-from lockstep.parallel.build.compile import compile_whole, compiled_calls, tag_compiled_code
+from lockstep.parallel.build.compile import compile_whole, compiled_calls
 from lockstep.parallel.build.names import refuse_extra_state
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import gather_whole
@@ -50,6 +50,7 @@ from lockstep.parallel.whole.between import BetweenSteps
 from lockstep.parallel.whole.shown import Showing, Shown
 from lockstep.parallel.whole.stay import ParametersStay
 from lockstep.parallel.whole.trainable import Trainable
+from lockstep.runtime import process
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.draws import SCORING, SampleDraws, has_moved
@@ -62,6 +63,7 @@ from lockstep.runtime.seeds import (
 )
 from lockstep.runtime.torch_private import has_step_hooks, in_backward
 from lockstep.step.attention import attend_with, fastest_kernels
+from lockstep.step.backward import no_backward
 from lockstep.step.elementwise import refuse_closure, refuse_coupled
 from lockstep.step.grads import global_norm, gradient_scale, local_gradients, scale_gradients
 from lockstep.step.optim import OptimizerFactory, Schedule, use_fused_kernels, with_empty_groups
@@ -134,10 +136,10 @@ class Engine:
         self.steps_done = 0
         self.steps_skipped = 0
         apply_tf32(self.numerics, device)
-        if layout.team > 1:  # torch's own layers would hand parts of matrices to a kernel that takes them for whole
-            torch.backends.mha.set_fastpath_enabled(False)
-        if layout.team * layout.pp > 1:  # to check their arguments they read values, which changes no number
-            torch.distributions.Distribution.set_default_validate_args(False)
+        if layout.team > 1:
+            process.keep_attention_open()
+        if layout.team * layout.pp > 1:
+            process.leave_distributions_unchecked()
         self._make_optimizer = with_empty_groups(optimizer) if layout.pp > 1 else optimizer
         self._schedule = schedule
         self._compile = compile_
@@ -806,7 +808,7 @@ class Engine:
     def use_attention(self, kernels: str | None) -> None:
         """Compute attention with these kernels, None: as torch chooses."""
         self.attention, self.measures_attention = kernels, False
-        tag_compiled_code(f"attention={kernels}")
+        process.tag_compiled_code(f"attention={kernels}")
 
     def _measure_attention(self, micro_batches: list[MicroBatch]) -> None:
         """Before the first step on a GPU: take the fastest attention kernels for what this model does."""

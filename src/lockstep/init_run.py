@@ -34,6 +34,7 @@ from lockstep.record.identity import LocalCode, check_all_alike, facts_of
 from lockstep.run import Run
 from lockstep.runtime.comm import Comm, meet
 from lockstep.runtime.device import backend_for, choose_device
+from lockstep.runtime.process import set_threads
 from lockstep.runtime.rank_env import LAUNCH, Place, cpus_per_rank, find_place, place_of
 from lockstep.runtime.seeds import host_streams, seed_of, seed_streams
 from lockstep.sinks.trackers import check_installed
@@ -180,5 +181,5 @@ def _take_device(place: Place, config: LaunchConfig) -> torch.device:
         # torchrun sets 1 for everybody, whatever the machine has; our launcher leaves what the user has set.
         said = os.environ["OMP_NUM_THREADS"] if LAUNCH in os.environ else ""
         cpus = cpus_per_rank(place)
-        torch.set_num_threads(min(cpus, int(said)) if said.isdigit() and int(said) > 0 else cpus)
+        set_threads(min(cpus, int(said)) if said.isdigit() and int(said) > 0 else cpus)
     return device

@@ -95,7 +95,7 @@ from lockstep.record.failure import is_ours, lines_of
 from lockstep.record.folder import REPORT, RunFolder, take_back
 from lockstep.record.identity import LocalCode
 from lockstep.record.log import EventLog, without_non_finite
-from lockstep.runtime import stop_signals
+from lockstep.runtime import process, stop_signals
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.garbage import GarbageCollection
@@ -602,6 +602,7 @@ class Run:
                 everything.callback(self._report)
             for lock in self._locks:
                 everything.callback(lock.close)
+            everything.callback(process.put_back)
             everything.callback(self._undo_output)
             everything.callback(self._undo_hook)
             everything.callback(self._comm.close)

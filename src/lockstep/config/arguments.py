@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -183,27 +182,6 @@ def check_has_gradient(loss: torch.Tensor, weight: int | float | torch.Tensor) -
             f"the loss function returned a loss without a gradient, of weight {float(weight):g}",
             "compute it with the model and without detach() and torch.no_grad(); where nothing counts return weight 0",
         )
-
-
-@contextmanager
-def no_backward() -> Iterator[None]:
-    """Refuse a backward pass over all parameters inside: their gradients would count twice."""
-    backward = torch.autograd.backward
-
-    @functools.wraps(backward)
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if kwargs.get("inputs") is None:
-            raise UserError(
-                "the loss function calls backward, which engine.step does itself",
-                "leave it out; for gradients inside of the loss use torch.autograd.grad",
-            )
-        backward(*args, **kwargs)
-
-    torch.autograd.backward = refuse
-    try:
-        yield
-    finally:
-        torch.autograd.backward = backward
 
 
 # What a script will do ------------------------------------------------------------------------------------------------

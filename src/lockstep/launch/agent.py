@@ -16,16 +16,14 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing import api as multiprocessing
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from lockstep.launch.supervise import STOP_CODES, Supervisor
 from lockstep.runtime import stop_signals
-from lockstep.runtime.nursery import Child, Nursery
+from lockstep.runtime.nursery import Nursery
+from lockstep.runtime.torch_private.elastic import OpenElasticAgent, start_programs_by
 
 if TYPE_CHECKING:
     from lockstep.launch.nodes import Nodes
@@ -40,11 +38,8 @@ SECONDS_TO_END_A_HANG = 0.5
 """The same after the verdict on a hang. Who has not ended then is stopped, and will not."""
 
 
-class Agent(LocalElasticAgent):
-    """An elastic agent that asks its supervisor after every failure whether the workers start again.
-
-    Overrides methods that torch keeps for its own agents (2.11 and 2.13).
-    """
+class Agent(OpenElasticAgent):
+    """An elastic agent that asks its supervisor after every failure whether the workers start again."""
 
     def __init__(self, spec: WorkerSpec, scratch: str, supervisor: Supervisor) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), exit_barrier_timeout=60)
@@ -54,14 +49,14 @@ class Agent(LocalElasticAgent):
         self.is_meeting = False
         """Whether it waits for other nodes, and has no workers."""
 
-    def _rendezvous(self, worker_group: Any) -> None:
+    def meet(self, worker_group: Any) -> None:
         if not self.supervisor.before_start():
             raise RendezvousClosedError("another node has ended the run")
         if self.stopping is not None:
             raise SignalException("nobody has started yet", self.stopping)
         self.is_meeting = True
         try:
-            super()._rendezvous(worker_group)
+            super().meet(worker_group)
         finally:
             self.is_meeting = False
         if worker_group.group_rank == 0:
@@ -69,28 +64,28 @@ class Agent(LocalElasticAgent):
         round_ = worker_group.store.get("lockstep/round").decode()
         self.supervisor.meet(worker_group.group_world_size, worker_group.workers[0].world_size, round_)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started = super().start_workers(worker_group)
         if self.stopping is not None:  # it came between two starts
             self.pass_on(self.stopping)
         return started
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended()
         failed = {code for code in ended.values() if code != 0}
         if failed:
             self.supervisor.saw_first(self._global(worker_group, ended))
             self._let_the_others_end(SECONDS_TO_SAVE if failed & STOP_CODES else SECONDS_TO_END)
-        result: RunResult = super()._monitor_workers(worker_group)
+        result = super().monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
-            self._remaining_restarts = int(self.supervisor.may_start_again(self.stopping))
+            self.allow_restarts(int(self.supervisor.may_start_again(self.stopping)))
         return result
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
+    def stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch calls it so
         """A node joins, or the workers failed: those that live may write a checkpoint first."""
-        if self._pcontext is not None:
+        if self.processes is not None:
             patience = SECONDS_TO_END if self.supervisor.has_failed else SECONDS_TO_SAVE
-            self._pcontext.close(signal.SIGTERM, int(patience))
+            self.processes.close(signal.SIGTERM, int(patience))
 
     def pass_on(self, number: int) -> None:
         """Hand a signal to all workers that live."""
@@ -106,20 +101,17 @@ class Agent(LocalElasticAgent):
         return len(self._known_to_have_ended()) < len(self._pids())
 
     def _pids(self) -> dict[int, int]:
-        return self._pcontext.pids() if self._pcontext else {}
+        return self.processes.pids() if self.processes else {}
 
     def _ended(self) -> dict[int, int]:
         """The exit codes of local ranks that have ended."""
-        if self._pcontext is None:
-            return {}
-        context: Any = self._pcontext
-        codes = {rank: one.proc.poll() for rank, one in context.subprocess_handlers.items()}
+        handlers = self.processes.subprocess_handlers if self.processes is not None else {}
+        codes = {rank: one.proc.poll() for rank, one in handlers.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _known_to_have_ended(self) -> set[int]:
         """The same without asking: in a signal handler, which may have come in the middle of an answer."""
-        context: Any = self._pcontext
-        handlers = context.subprocess_handlers if context is not None else {}
+        handlers = self.processes.subprocess_handlers if self.processes is not None else {}
         return {rank for rank, one in handlers.items() if one.proc.returncode is not None}
 
     def _global(self, worker_group: WorkerGroup, by_local_rank: dict[int, int]) -> dict[int, int]:
@@ -140,7 +132,7 @@ def run_agent(
     nursery: Nursery, nproc: int, nodes: Nodes, run_id: str, scratch: str, supervisor: Supervisor
 ) -> RunResult:
     """Start the workers and watch them to the end; a signal to this process goes on to them."""
-    _take_workers_from(nursery)
+    start_programs_by(nursery.start)
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # our own lines say it better
@@ -176,16 +168,6 @@ def run_agent(
         if not nodes.is_alone and nodes.is_head:
             with suppress(Exception):  # the head may be gone
                 spec.rdzv_handler.shutdown()
-
-
-def _take_workers_from(nursery: Nursery) -> None:
-    """Where torch's agent starts a program, it is to get a worker that is there already (private in 2.11 and 2.13)."""
-
-    class Handler(SubprocessHandler):
-        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Child:  # type: ignore[override]  # noqa: ARG002
-            return nursery.start(env)
-
-    multiprocessing.get_subprocess_handler = Handler  # type: ignore[assignment]
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from lockstep.runtime.torch_private import in_backward
+from lockstep.runtime.torch_private.waits import WaitsSeen
 
 Stall = Literal["input", "wait"]
 Work = Literal["optimizer", "between"]
@@ -32,12 +32,6 @@ SECONDS_BETWEEN_REPORTS = 5.0
 RANKS_OF_A_SHORT_REPORT = 64
 """Of more ranks a report is longer, and comes less often."""
 MOST_SPARE_EVENTS = 1000
-SYNCHRONOUS = (
-    *("allreduce", "broadcast", "_allgather_base", "all_gather_single", "_reduce_scatter_base"),
-    *("reduce_scatter_single", "alltoall_base", "all_to_all_single"),
-)
-"""Collectives of a group that NCCL puts on the stream that computes, where nobody asked for them to be asynchronous:
-then there is no wait to be seen (torch 2.11 and 2.13; some of the names are of one of them)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class StepClock:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._main = threading.get_ident()
         self._optimizer = _Optimizer(self)
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._waits: WaitsSeen | None = None
         self._parts = _nothing()  # of the step that runs
         self.is_stalled = False
         self.working: Work | None = None
@@ -88,33 +82,12 @@ class StepClock:
 
     def listen(self) -> None:
         """From now on notice when this rank waits for others."""
-        # All are replaced as attributes of their classes, which torch 2.11 and 2.13 allow. What compiled code waits
-        # for inside of its graphs is not seen.
-        self._replace(dist.Work, "wait")
-        if self._stream is None:
-            return
-        # How `fully_shard` waits over NCCL. Other streams may wait without holding the one that computes up.
-        self._replace(torch.cuda.Stream, "wait_event", lambda stream, *_: stream == self._stream)
-        for name in SYNCHRONOUS:
-            if hasattr(dist.ProcessGroup, name):
-                self._replace(dist.ProcessGroup, name, lambda *args: not getattr(args[-1], "asyncOp", True))
-
-    def _replace(self, kind: Any, name: str, counts: Callable[..., bool] = lambda *_: True) -> None:
-        original = getattr(kind, name)
-        self._undo.append((kind, name, original))
-
-        def wait(*args: Any, **options: Any) -> Any:
-            if not self._is_training() or not counts(*args):
-                return original(*args, **options)
-            with self.stalled("wait"):
-                return original(*args, **options)
-
-        setattr(kind, name, wait)
+        self._waits = WaitsSeen(lambda: self.stalled("wait") if self._is_training() else None, self._stream)
 
     def restore(self) -> None:
         """Leave torch as it was."""
-        while self._undo:
-            setattr(*self._undo.pop())
+        if self._waits is not None:
+            self._waits.close()
 
     def _is_training(self) -> bool:
         """Whether this thread trains: checkpoints are written by others, and autograd has its own for a GPU."""

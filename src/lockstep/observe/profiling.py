@@ -27,6 +27,7 @@ from lockstep.engine import Engine
 from lockstep.observe.trace_digest import STEP, digest_trace
 from lockstep.observe.trace_memory import is_allocation
 from lockstep.record.failure import short_host
+from lockstep.runtime.process import set_default_environment
 from lockstep.text.units import bytes_text
 
 FOLDER = "profile"
@@ -167,11 +168,11 @@ class Recording:
         self._device = device
         # Else kineto writes lines for its developers to stderr. 6 is the first level above all of them; it is read when
         # the profiler is first used.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        set_default_environment("KINETO_LOG_LEVEL", "6")
         if device.type == "cuda":
             # Read when the trace ends. Else CUPTI stays attached and every kernel is slower from then on
             # (pytorch issue 144455).
-            os.environ.setdefault("TEARDOWN_CUPTI", "1")
+            set_default_environment("TEARDOWN_CUPTI", "1")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         # Python's stacks say where tensors come from, for a few percent of time. To get them torch looks at modules
         # and their gradients, which a pipeline's stages would take for a part of the forward.

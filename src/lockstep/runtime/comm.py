@@ -20,6 +20,7 @@ from lockstep.runtime.axis import Axis
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.network import address_towards, interface_of, is_loopback
 from lockstep.runtime.notices import Notices
+from lockstep.runtime.process import set_default_environment
 from lockstep.runtime.rank_env import Place
 from lockstep.runtime.torch_private import set_timeout
 
@@ -68,7 +69,7 @@ class Comm:
         self._store = met if met is not None else meet(place, timeout, store)
         if place.nodes == 1:
             # Host names that resolve to an address nobody listens on are common on laptops; loopback always works.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            set_default_environment("GLOO_SOCKET_IFNAME", "lo")
         elif store is None:
             use_interface(_interface_to_peers(place, self._store))
         dist.init_process_group(
@@ -342,9 +343,9 @@ def sent_from(device: torch.device, group: dist.ProcessGroup | None = None) -> t
 
 def use_interface(name: str) -> None:
     """Have gloo and NCCL talk through a network interface, unless the user has said which."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ.setdefault("TP_SOCKET_IFNAME", name)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without the = any name that begins like it
+    set_default_environment("GLOO_SOCKET_IFNAME", name)
+    set_default_environment("TP_SOCKET_IFNAME", name)
+    set_default_environment("NCCL_SOCKET_IFNAME", f"={name}")  # without the = any name that begins like it
 
 
 def build_mesh(

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.config.schema import Format, NumericsConfig
 from lockstep.errors import UserError
+from lockstep.runtime.process import set_tf32
 from lockstep.runtime.torch_private import cpu_has_fp16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,8 +86,7 @@ def number_formats(precision: Format, numerics: NumericsConfig, device_type: str
 def apply_tf32(numerics: NumericsConfig, device: torch.device) -> None:
     """Switch tf32 on or off, for convolutions too, where torch has it on by default."""
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if numerics.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = numerics.tf32
+        set_tf32(numerics.tf32)
 
 
 def check_can_compute(precision: Format, numerics: NumericsConfig, device_type: str) -> None:

@@ -20,7 +20,9 @@ from lockstep.follow.blocks import find_blocks
 from lockstep.layout import Layout
 from lockstep.parallel.replicate.statistics import batch_norms
 from lockstep.parallel.tensor.cut import apart, marked_again
+from lockstep.runtime import process
 from lockstep.runtime.torch_private import compiler_cache, compiler_config, compiler_errors
+from lockstep.runtime.torch_private.seen import require
 
 VARIANTS = 16
 """Of one function: training and scoring, whole and ragged batches, with and without running statistics."""
@@ -97,11 +99,8 @@ def allow_variants(functions: int) -> None:
     Left alone it goes on in eager mode after eight, and with that with other dropout masks; a restarted run, which
     comes to that point later, would then give other numbers.
     """
-    limit = VARIANTS * functions
-    config = compiler_config()
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, max(getattr(config, name), limit))
-    config.fail_on_recompile_limit_hit = True
+    require("compile")
+    process.allow_variants(VARIANTS * functions)
 
 
 @contextmanager
@@ -127,15 +126,7 @@ def keep_on_disk(folder: Path) -> None:
     """Let later processes find what this one compiles; a folder the user chose stays."""
     # torch fills the variable in by itself.
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, compiler_cache()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-
-
-def tag_compiled_code(tag: str) -> None:
-    """Tell apart what the source of a graph does not show.
-
-    Attention kernels are chosen while tracing: without a tag, a graph traced for other kernels is taken from the cache.
-    """
-    torch.compiler.config.cache_key_tag = tag
+        process.set_environment("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _need_compiler() -> None:

@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline.stage import Stage
 from lockstep.parallel.tensor.cut import whole_of
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.torch_private import call_of, replace_call, tree_flatten, tree_leaves, tree_map
+from lockstep.runtime.torch_private.seen import require
 
 Start = Callable[[int], AbstractContextManager[Any]]
 """Sets the random stream of a micro-batch, by its number; its forward runs inside what comes back."""
@@ -41,6 +42,7 @@ class PipelinedCalls:
         device: torch.device,
         computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        require("pipeline")
         self.at_once = 4 * pipeline.ranks  # micro-batches of an evaluation that are in the pipeline together
         self._pipeline = pipeline
         self._skeleton = skeleton

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from lockstep.parallel.replicate.buckets import GradientBuckets
 from lockstep.parallel.replicate.gradient_sync import GradientSync
 from lockstep.parallel.whole.alone import refuse_sparse
 from lockstep.runtime.comm import Comm
+from lockstep.runtime.process import ignore_warning
 from lockstep.runtime.torch_private import (
     is_view,
     prepare_reduce_scatter,
@@ -31,6 +31,7 @@ from lockstep.runtime.torch_private import (
     tree_leaves,
     version_of,
 )
+from lockstep.runtime.torch_private.seen import require
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """torch 2.13 can let all ranks reduce the same parameters. Before (2.11) each reduced the gradients it had, and where
@@ -57,10 +58,11 @@ def shard(
 
     `without_data` are parameters of other stages of a pipeline, which are left alone.
     """
+    require("sharding")
     refuse_unshardable(root.named_parameters())
     refuse_sparse(root, "summed into shards", "shard.level = zero1")
     # What it warns of is an error here, see before_backward.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    ignore_warning("FSDP2-wrapped module .* returned a view tensor")
     mesh = data_mesh(comm)
     # None leaves the decision to torch: all units but the root give their parameters back after the forward.
     reshard = False if config.level == "zero2" else None

@@ -19,6 +19,7 @@ from lockstep.follow.values import line_of, user_line
 from lockstep.parallel.tensor.cut import CannotCutError, along_of, cuts_in
 from lockstep.parallel.tensor.rules.operands import cannot
 from lockstep.runtime.torch_private import function_of, vmap_seen
+from lockstep.runtime.torch_private.seen import require
 
 LOOKED_AT = "and how to cut a model is found out without data"
 """Why a value cannot be read while a forward is tried out."""
@@ -78,6 +79,7 @@ def no_own_gradients(axis: str) -> Iterator[None]:
                 f"write the dim out (broadcasting, einsum), or use a layout without {axis}",
             )
 
+    require("tensor parallelism")
     with vmap_seen(check_vmap), _Refusing(refuse):
         yield
 

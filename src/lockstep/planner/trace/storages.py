@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.torch_private import TorchDispatchMode, name_of, tree_leaves, type_of
+from lockstep.runtime.torch_private import TorchDispatchMode, name_of, replaced, tree_leaves, type_of
 
 
 class Watch(TorchDispatchMode):
@@ -115,9 +115,5 @@ def counting(watch: Watch) -> Iterator[None]:
         watch.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-    try:
-        with watch:
-            yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    with replaced(torch.UntypedStorage, "resize_", resized), watch:
+        yield

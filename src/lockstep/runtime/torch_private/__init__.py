@@ -224,6 +224,11 @@ def causal_lower_right_attention(
     return found
 
 
+def distributions_check() -> bool:
+    """Whether torch.distributions check their arguments."""
+    return torch.distributions.Distribution._validate_args
+
+
 def cpu_has_fp16() -> bool:
     """Whether oneDNN computes in fp16 on this CPU; there is no public question."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -367,14 +372,6 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
-
-
-SYNCHRONOUS = (
-    *("allreduce", "broadcast", "_allgather_base", "all_gather_single", "_reduce_scatter_base"),
-    *("reduce_scatter_single", "alltoall_base", "all_to_all_single"),
-)
-"""Collectives of a group that NCCL puts on the stream that computes, where nobody asked for them to be asynchronous:
-then there is no wait to be seen (some of the names are of torch 2.11, some of 2.13)."""
 
 
 # Compiling --------------------------------------------------------------------------------------------------------
