@@ -26,7 +26,7 @@ SLOW = (
     "tests/browser/test_following.py",
     "tests/browser/test_panels.py",
     "tests/browser/test_live.py",
-    "tests/unit/test_baselines.py",
+    "tests/benchmarks/test_baselines.py",
     # Single tests.
     "tests/slurm/test_submit.py::test_whatever_happens_the_job_completes_with_the_same_weights",
     "tests/slurm/test_srun.py::test_two_nodes_with_two_ranks_each",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lockstep.cli import compare as command
-from lockstep.compare.contenders import Contender
 from lockstep.config.schema import Config
 from lockstep.errors import UserError
 from lockstep.launch.supervise import Outcome
@@ -29,8 +28,11 @@ from tests.unit.test_events import EXAMPLES
         (["--layouts", "single; dp=auto"], "leaves the number of processes open"),
         (["--layouts", "single; pp=2,cp=2"], "has both cp and pp"),
         (["--layouts", "single; dp=8"], "some ranks would have nothing to do: --set micro_batch=2"),
-        (["--layouts", "single; naive-mp"], "naive-mp puts each half of the model on a device of its own"),
-        (["--layouts", "single; data-parallel"], "data-parallel is nn.DataParallel"),
+        (
+            ["--layouts", "single; naive-mp"],
+            "naive-mp is no layout, but a baseline that nobody should train with: benchmarks/baselines.py",
+        ),
+        (["--layouts", "single; data-parallel"], "data-parallel is no layout, but a baseline"),
         (["--layouts", "single; dp=2", "--device", "cuda"], "no GPU is visible"),
         (["--layouts", "single; dp=2", "--chart", "no/such/folder.svg"], "make no/such first"),
         (["--layouts", "single; dp=2", "--chart", "speed.png"], "call it speed.svg"),
@@ -58,9 +60,9 @@ class Launches:
         self.outcomes = {name: iter(told) for name, told in outcomes.items()}
         self.started: list[tuple[str, int | None]] = []
 
-    def __call__(self, contender: Contender, config: Config, folder: Path) -> Outcome:
-        self.started.append((contender.name, config.global_batch))
-        told = next(self.outcomes[contender.name])
+    def __call__(self, config: Config, folder: Path) -> Outcome:
+        self.started.append((config.layout, config.global_batch))
+        told = next(self.outcomes[config.layout])
         if isinstance(told, Outcome):
             return told
         log = EventLog(folder / "events.jsonl", 1)

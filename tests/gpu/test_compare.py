@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lockstep.compare.baselines import Busy, place_in_halves
+from benchmarks.baselines import Busy, main, place_in_halves
 from lockstep.record.events import Event
-from tests.cli.commands import SMALL_LM, lockstep
+from tests.cli.commands import SMALL_LM
 from tests.dist.test_stragglers import LATE, of_kind, train
 from tests.parity.problems import VOCABULARY, RaggedTexts, TinyGPT
 from tests.ranks import Job, RankPool
@@ -45,24 +45,14 @@ def test_halves_on_two_devices_have_the_gradients_of_one_and_both_are_busy() -> 
     assert min(busy.seconds.values()) > 0
 
 
-def test_compare_shows_why_nobody_should_place_layers_by_hand(tmp_path: Path) -> None:
-    options = ("--steps", "8", "--repeats", "1", "--json", *SMALL_LM)
-    done = lockstep(tmp_path, "compare", "lm", "--layouts", "single; naive-mp", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    naive = told["rows"][1]
-    assert (naive["processes"], naive["devices"], naive["same_loss"]) == (1, 2, True)
+def test_the_benchmark_shows_why_nobody_should_place_layers_by_hand(tmp_path: Path) -> None:
+    options = ["--steps", "8", "--repeats", "1", "--json", str(tmp_path / "figures.json"), *SMALL_LM]
+    assert main(["naive-mp", *options]) == 0
+    single, naive = json.loads((tmp_path / "figures.json").read_text())
+    assert single["speed_up"] == 1
+    assert naive["same_loss"] is True
     assert naive["idle"].keys() == {"cuda:0", "cpu"}
     assert sum(naive["idle"].values()) > 0.9, "one works while the other waits"
-    assert any("nobody should use naive model parallelism" in remark for remark in told["remarks"])
-
-
-def test_data_parallel_needs_two_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() > 1:
-        pytest.skip("there are two")
-    done = lockstep(tmp_path, "compare", "lm", "--layouts", "single; data-parallel")
-    assert done.returncode == 2
-    assert "there is 1" in done.stderr
 
 
 def slow_on_a_shared_gpu(job: Job, layout: str) -> list[Event]:

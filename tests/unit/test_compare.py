@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from lockstep.compare import table as compare
-from lockstep.compare.contenders import BASELINES, Contender
 from lockstep.compare.table import (
-    Comparison,
-    Machine,
-    Row,
+    Conditions,
+    Scaling,
+    ScalingRow,
     Spread,
     Timed,
     draw_chart,
@@ -25,8 +24,7 @@ from lockstep.layout import Layout
 from lockstep.record.events import Event
 from lockstep.text.charts import Series
 
-SINGLE, DP2, DP4 = (Contender(str(Layout(dp=count)), Layout(dp=count), count) for count in (1, 2, 4))
-NAIVE = Contender("naive-mp", Layout(), 2)
+SINGLE, DP2, DP4 = (Layout(dp=count) for count in (1, 2, 4))
 
 
 def timed(step: float, items: float = 1000, **others: Any) -> Timed:
@@ -34,9 +32,9 @@ def timed(step: float, items: float = 1000, **others: Any) -> Timed:
     return Timed(step, items, **{**usual, **others})
 
 
-def table(*contenders: Contender, same_training: bool = True, **runs: list[Timed]) -> list[Row]:
-    named = {one.name: runs.get(one.name.replace("=", "").replace("-", "_"), []) for one in contenders}
-    return tabulate(contenders, named, {}, same_training=same_training)
+def table(*layouts: Layout, same_training: bool = True, **runs: list[Timed]) -> list[ScalingRow]:
+    named = {str(layout): runs.get(str(layout).replace("=", ""), []) for layout in layouts}
+    return tabulate(layouts, named, {}, same_training=same_training)
 
 
 def log(steps: int, world: int = 2) -> list[Event]:
@@ -67,12 +65,6 @@ def test_a_run_is_its_median_step_after_the_warm_up() -> None:
 
 def test_waiting_is_the_mean_share_over_the_ranks_after_the_warm_up() -> None:
     assert read_run(log(20)).waiting == pytest.approx(0.2)
-    assert read_run(log(20), baseline=True).waiting is None
-
-
-def test_the_idle_shares_of_a_baseline_are_read() -> None:
-    metric = {"kind": "metric", "values": {"idle cuda:0": 0.7, "idle cpu": 0.3}}
-    assert read_run([*log(20), metric], baseline=True).idle == {"cuda:0": 0.7, "cpu": 0.3}
 
 
 def test_a_run_without_steps_is_refused() -> None:
@@ -110,7 +102,7 @@ def test_with_a_batch_per_device_faster_is_more_samples_a_second_and_losses_are_
     assert dp2.epoch is not None
     assert [single.epoch.middle, dp2.epoch.middle] == pytest.approx([50, 27.5])
     assert dp2.same_loss is None
-    told = " ".join(remarks([single, dp2], Machine(8, on_cpu=False, threads=1), same_training=False))
+    told = " ".join(remarks([single, dp2], Conditions(8, on_cpu=False, threads=1), same_training=False))
     assert "different trainings" in told
     assert "92, 25 and 14 minutes" in told
 
@@ -122,19 +114,8 @@ def test_losses_have_to_agree_at_the_same_global_batch(loss: float, precision: s
     runs = {"single": [timed(1.0)], "dp=2": [timed(1.0, loss=loss)]}
     rows = tabulate([SINGLE, DP2], runs, {}, same_training=True, precision=precision)
     assert [row.same_loss for row in rows] == [None, same]
-    told = " ".join(remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True))
+    told = " ".join(remarks(rows, Conditions(8, on_cpu=False, threads=1), same_training=True))
     assert ("the losses agree: 2 after the last step" if same else "others differ: dp=2 2.01; lockstep verify") in told
-
-
-def test_losses_are_not_compared_where_dropout_draws_other_masks() -> None:
-    runs = {"single": [timed(1)], "dp=2": [timed(1)], "naive-mp": [timed(1, loss=9.0)]}
-    rows = tabulate([SINGLE, DP2, NAIVE], runs, {}, same_training=True, dropout=True)
-    assert [row.same_loss for row in rows] == [None, True, None]
-    first = tabulate([NAIVE, SINGLE], runs, {}, same_training=True, dropout=True)
-    assert [row.same_loss for row in first] == [None, None]
-    assert "not compared, because dropout" in " ".join(
-        remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True)
-    )
 
 
 def test_a_layout_that_failed_says_why_and_without_the_first_there_is_no_speed_up() -> None:
@@ -142,7 +123,7 @@ def test_a_layout_that_failed_says_why_and_without_the_first_there_is_no_speed_u
     assert (rows[0].failure, rows[0].step) == ("out of memory", None)
     assert rows[1].speed_up is None
     assert rows[1].step == Spread(1, 1, 1)
-    told = remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True)
+    told = remarks(rows, Conditions(8, on_cpu=False, threads=1), same_training=True)
     assert told == ["the losses are not compared: single failed, and has none"]
 
 
@@ -157,7 +138,7 @@ def test_a_layout_that_failed_says_why_and_without_the_first_there_is_no_speed_u
 def test_a_loss_that_is_no_number_is_said(losses: list[float | None], same: bool | None, said: str) -> None:
     rows = table(SINGLE, DP2, single=[timed(1.0, loss=losses[0])], dp2=[timed(1.0, loss=losses[1])])
     assert rows[1].same_loss is same
-    (told,) = remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True)
+    (told,) = remarks(rows, Conditions(8, on_cpu=False, threads=1), same_training=True)
     assert told.startswith(said)
 
 
@@ -170,32 +151,23 @@ def test_a_loss_that_the_log_has_not_is_none(loss: float | None) -> None:
 
 def test_nothing_is_said_of_losses_where_only_the_first_has_one() -> None:
     rows = tabulate([SINGLE, DP2], {"single": [timed(1.0)]}, {"dp=2": "out of memory"}, same_training=True)
-    assert remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True) == []
+    assert remarks(rows, Conditions(8, on_cpu=False, threads=1), same_training=True) == []
 
 
 def test_fewer_cores_than_ranks_are_said() -> None:
     rows = table(SINGLE, DP4, single=[timed(1.0)], dp4=[timed(1.0)])
     said = "2 cores for 4 ranks: speed-ups here say nothing about more cores"
-    assert said in remarks(rows, Machine(2, on_cpu=True, threads=1), same_training=True)
-    assert said not in remarks(rows, Machine(4, on_cpu=True, threads=1), same_training=True)
-    assert said not in remarks(rows, Machine(2, on_cpu=False, threads=1), same_training=True)
+    assert said in remarks(rows, Conditions(2, on_cpu=True, threads=1), same_training=True)
+    assert said not in remarks(rows, Conditions(4, on_cpu=True, threads=1), same_training=True)
+    assert said not in remarks(rows, Conditions(2, on_cpu=False, threads=1), same_training=True)
 
 
 def test_a_machine_that_others_use_is_said() -> None:
     rows = table(SINGLE, DP2, single=[timed(1.0)], dp2=[timed(1.0)])
     quiet, busy = (
-        remarks(rows, Machine(2, on_cpu=True, threads=1, busy=share), same_training=True) for share in (0.05, 0.6)
+        remarks(rows, Conditions(2, on_cpu=True, threads=1, busy=share), same_training=True) for share in (0.05, 0.6)
     )
     assert set(busy) - set(quiet) == {"other programs used 60 % of the cores when this began: ask again when they rest"}
-
-
-def test_a_baseline_comes_with_its_idle_share_and_why_nobody_should_use_it() -> None:
-    slow = timed(2.0, waiting=None, idle={"cuda:0": 0.75, "cpu": 0.25})
-    rows = table(SINGLE, NAIVE, single=[timed(1.0)], naive_mp=[slow])
-    assert rows[1].efficiency == Spread(0.25, 0.25, 0.25), "of two devices"
-    told = remarks(rows, Machine(8, on_cpu=False, threads=1), same_training=True)
-    assert "naive-mp: idle cuda:0 75 %, cpu 25 % of a step" in told
-    assert BASELINES["naive-mp"] in told
 
 
 def test_the_chart_has_a_line_for_each_kind_of_layout_and_the_ideal_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,20 +179,20 @@ def test_the_chart_has_a_line_for_each_kind_of_layout_and_the_ideal_one(monkeypa
         return "<svg/>"
 
     monkeypatch.setattr(compare, "line_chart", draw)
-    fsdp2 = Contender("fsdp=2", Layout(fsdp=2), 2)
+    fsdp2 = Layout(fsdp=2)
     rows = tabulate(
         [SINGLE, DP4, DP2, fsdp2],
         {"single": [timed(1.0)], "dp=4": [timed(0.4)], "dp=2": [timed(0.625)]},
         {"fsdp=2": "broken"},
         same_training=True,
     )
-    assert draw_chart(Comparison("lm", True, "tokens", 2, rows, [])) == "<svg/>"
+    assert draw_chart(Scaling("lm", True, "tokens", 2, rows, [])) == "<svg/>"
     assert drawn == [[Series("dp", [(1, 1.0), (2, 1.6), (4, 2.5)]), Series("ideal", [(1, 1.0), (4, 4.0)])]]
 
 
 def test_programs_get_all_of_it() -> None:
     rows = table(SINGLE, DP2, single=[timed(1.0)], dp2=[timed(0.625)])
-    _, dp2 = to_json(Comparison("lm", True, "tokens", 2, rows, []))["rows"]
+    _, dp2 = to_json(Scaling("lm", True, "tokens", 2, rows, []))["rows"]
     assert dp2["layout"] == "dp=2"
     assert dp2["tokens_per_second"] == [1600, 1600, 1600]
     assert dp2["speed_up"] == [1.6, 1.6, 1.6]

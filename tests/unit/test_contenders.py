@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.compare.contenders import Contender, read_contenders, settle
+from lockstep.compare.contenders import read_contenders, settle
 from lockstep.config.layers import Layer
 from lockstep.config.schema import Config
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 
 
-def configs(names: str, gpus: int = 0, **values: Any) -> list[Config]:
+def configs(names: str, **values: Any) -> list[Config]:
     layers = [Layer("test", {"recipe": "linear", "micro_batch": None, **values})]
-    return [one.config for one in settle(read_contenders(names.split("; "), gpus), layers)]
+    return [one.config for one in settle(read_contenders(names.split("; ")), layers)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_a_layout_cannot_take_is_refused_by_its_name(names: str, values: di
 
 def test_a_batch_per_device_is_one_of_every_replica() -> None:
     """A pipeline of two is one replica, and its step has the samples of one device."""
-    found = configs("single; dp=2; pp=2; dp=2,tp=2; data-parallel", gpus=4, batch_per_device=8)
+    found = configs("single; dp=2; pp=2; dp=2,tp=2; dp=4", batch_per_device=8)
     assert [config.global_batch for config in found] == [8, 16, 8, 16, 32]
     assert {config.micro_batch for config in found} == {1}, "a pipeline of two takes eight"
     assert [config.micro_batch for config in configs("single; dp=2", batch_per_device=8)] == [8, 8]
@@ -64,25 +64,11 @@ def test_a_batch_per_device_is_one_of_every_replica() -> None:
     assert [config.micro_batch for config in configs("single; dp=2", batch_per_device=8, micro_batch=12)] == [8, 8]
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"compile": "blocks"}, "naive-mp is a plain loop that knows nothing of compile"),
-        ({"recompute": True}, "knows nothing of recompute, which is set: leave recompute or naive-mp out"),
-        ({"numerics": {"tf32": True}}, "knows nothing of numerics"),
-        ({"precision": "fp16"}, "naive-mp knows no loss scale, which fp16 needs: compare in bf16 or fp32"),
-    ],
-)
-def test_a_baseline_refuses_what_it_would_leave_out(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        configs("single; naive-mp", gpus=1, **values)
-    assert configs("single; dp=2", gpus=1, **values), "layouts can"
-    assert configs("single; naive-mp", gpus=1, precision="bf16")
+@pytest.mark.parametrize("name", ["naive-mp", "data-parallel"])
+def test_a_baseline_is_refused_with_where_it_is_measured(name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} is no layout, .* benchmarks/baselines.py"):
+        read_contenders(["single", name])
 
 
-def test_a_baseline_is_one_process_with_several_devices() -> None:
-    naive, parallel, tp = read_contenders(["naive-mp", "data-parallel", "tp=4,dp=2"], gpus=3)
-    assert (naive.processes, naive.devices, naive.replicas) == (1, 2, 1)
-    assert (parallel.processes, parallel.devices, parallel.replicas) == (1, 3, 3)
-    assert tp == Contender("dp=2,tp=4", Layout(dp=2, tp=4), 8)
-    assert (tp.processes, tp.replicas) == (8, 2)
+def test_a_layout_has_one_name_however_it_is_written() -> None:
+    assert read_contenders(["tp=4,dp=2", "dp=1"]) == [Layout(dp=2, tp=4), Layout()]

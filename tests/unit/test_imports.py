@@ -83,7 +83,6 @@ inside of functions neither; only commands are imported late, so that `--help` i
 
 NOT_YET = {
     "lockstep.checkpoint.manage imports lockstep.engine",
-    "lockstep.compare.baselines imports lockstep.run",
     "lockstep.engine imports lockstep.trial.coupling",
     "lockstep.faults.emergency imports lockstep.run",
     "lockstep.faults.nonfinite imports lockstep.engine",

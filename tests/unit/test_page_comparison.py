@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.compare.contenders import Contender
-from lockstep.compare.table import Comparison, Row, Spread
+from lockstep.compare.table import Scaling, ScalingRow, Spread
 from lockstep.layout import Layout
 from lockstep.page.panels import Curve, Lines, Panel, Table, Text, as_json
 from lockstep.page.reading.summary import Summary, TimeSpent
-from lockstep.page.sections.compared import comparison_page
+from lockstep.page.sections.compared import scaling_page
 from lockstep.page.sections.comparison import compare_runs
 from lockstep.page.sections.headline import UNKNOWN
 from tests.summaries import healthy
@@ -163,34 +162,34 @@ def test_one_run_is_no_comparison() -> None:
 
 # ---- The page of `lockstep compare`
 
-SINGLE, DP4 = (Contender(str(Layout(dp=count)), Layout(dp=count), count) for count in (1, 4))
-NAIVE = Contender("naive-mp", Layout(), 2)
+SINGLE, DP4, PP2 = Layout(), Layout(dp=4), Layout(pp=2)
 
 
 def spread(middle: float) -> Spread:
     return Spread(middle, middle, middle)
 
 
-def row(contender: Contender, step: float, speed_up: float) -> Row:
-    return Row(contender, 3, spread(step), spread(1000 / step), spread(speed_up), spread(speed_up / contender.devices))
+def row(layout: Layout, step: float, speed_up: float) -> ScalingRow:
+    efficiency = spread(speed_up / layout.world_size)
+    return ScalingRow(layout, 3, spread(step), spread(1000 / step), spread(speed_up), efficiency)
 
 
 def test_the_page_of_a_comparison_has_what_the_terminal_shows() -> None:
-    rows = [row(SINGLE, 1.0, 1.0), row(DP4, 0.3125, 3.2), row(NAIVE, 1.25, 0.8)]
-    found = Comparison("lm, 64 samples a step", True, "tokens", 2, rows, ["the losses agree"])
-    page = comparison_page(found, made=5.0)
+    rows = [row(SINGLE, 1.0, 1.0), row(DP4, 0.3125, 3.2), row(PP2, 1.25, 0.8)]
+    found = Scaling("lm, 64 samples a step", True, "tokens", 2, rows, ["the losses agree"])
+    page = scaling_page(found, made=5.0)
     assert (page.title, page.made, page.runs) == ("lm, 64 samples a step", 5.0, [])
     table, chart, remarks = page.comparison[0].panels
     assert isinstance(table, Table)
     assert columns(table, "layout", "step", "tokens/s", "speed-up", "efficiency") == [
         ["single", "1 s", "1,000", "1.00", "100 %"],
         ["dp=4", "312 ms", "3,200", "3.20", "80 %"],
-        ["naive-mp", "1.25 s", "800", "0.80", "40 %"],
+        ["pp=2", "1.25 s", "800", "0.80", "40 %"],
     ]
     assert isinstance(chart, Lines)
     assert [(curve.name, curve.x, curve.y, curve.style) for curve in chart.curves] == [
         ("dp", [1, 4], [1, 3.2], "line"),
-        ("naive-mp", [1, 2], [1, 0.8], "line"),
+        ("pp", [1, 2], [1, 0.8], "line"),
         ("ideal", [1, 4], [1, 4], "dashed"),
     ]
     assert isinstance(remarks, Text)
@@ -199,8 +198,8 @@ def test_the_page_of_a_comparison_has_what_the_terminal_shows() -> None:
 
 
 def test_a_comparison_whose_layouts_failed_still_has_a_page() -> None:
-    rows = [Row(SINGLE, failure="out of memory"), Row(DP4, failure="out of memory")]
-    page = comparison_page(Comparison("lm", True, "tokens", 2, rows, []), made=5.0)
+    rows = [ScalingRow(SINGLE, failure="out of memory"), ScalingRow(DP4, failure="out of memory")]
+    page = scaling_page(Scaling("lm", True, "tokens", 2, rows, []), made=5.0)
     table, said = page.comparison[0].panels
     assert isinstance(table, Table)
     assert isinstance(said, Text)

@@ -22,20 +22,20 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.compare.contenders import Contender
-    from lockstep.compare.table import Comparison, Machine, Timed
+    from lockstep.compare.table import Conditions, Scaling, Timed
     from lockstep.config.layers import Resolved
     from lockstep.config.schema import Config
     from lockstep.launch.supervise import Outcome
+    from lockstep.layout import Layout
 
-    Entrants = Mapping[Contender, Resolved]
+    Entrants = Mapping[Layout, Resolved]
     """What is compared, the first with all others, and the config that each runs with."""
 
 
 def compare_command(
     what: opt.Recipe = None,
     layouts: Annotated[
-        str | None, typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2; naive-mp".')
+        str | None, typer.Option(help='What to compare, the first with all others: "single; dp=2; fsdp=2".')
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps of a run; the first few are left out.")] = 20,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every layout, in turns with the others.")] = 3,
@@ -55,7 +55,7 @@ def compare_command(
     """Train a few steps under every layout, in turns, and print time, speed-up, efficiency, memory and waiting."""
     import psutil
 
-    from lockstep.compare.table import Machine
+    from lockstep.compare.table import Conditions
 
     terminal = open_terminal(as_json)
     check_output("--chart", chart, ".svg")
@@ -67,9 +67,9 @@ def compare_command(
     with terminal.status("checking the recipe"):
         busy = psutil.cpu_percent(interval=0.5) / 100
         _check_with_torch(entrants, chosen)
-    results = _run_all(entrants, repeats, threads, terminal)
-    comparison = _compared(entrants, results, Machine(cores, chosen == "cpu", threads, busy))
-    return _finish(comparison, results.code, chart, page, as_json, terminal)
+    runs = _run_all(entrants, repeats, threads, terminal)
+    scaling = _compared(entrants, runs, Conditions(cores, chosen == "cpu", threads, busy))
+    return _finish(scaling, runs.code, chart, page, as_json, terminal)
 
 
 def _entrants(
@@ -78,7 +78,6 @@ def _entrants(
     """All of what is to be compared, checked before anything starts; and the device it runs on."""
     from lockstep.compare.contenders import read_contenders, settle
     from lockstep.config.layers import Layer, parse_assignments, resolve
-    from lockstep.runtime.device import visible_gpus
 
     layers = [
         *opt.named_layer(what),
@@ -88,9 +87,9 @@ def _entrants(
     ]
     first = resolve(layers).config
     usual, chosen, _ = opt.processes(None, first.device, first.share_gpu)
-    contenders = read_contenders(_names(layouts, usual), visible_gpus() if chosen == "cuda" else 0)
-    for contender in contenders:
-        opt.processes(contender.processes, first.device, first.share_gpu)
+    contenders = read_contenders(_names(layouts, usual))
+    for layout in contenders:
+        opt.processes(layout.world_size, first.device, first.share_gpu)
     return dict(zip(contenders, settle(contenders, layers), strict=True)), chosen
 
 
@@ -114,23 +113,23 @@ def _check_with_torch(entrants: Entrants, device: str) -> None:
     from lockstep.parallel.build.compile import check_compile
 
     check_with_torch(next(iter(entrants.values())), device)
-    for contender, resolved in entrants.items():
+    for layout, resolved in entrants.items():
         config = resolved.config
-        check_compile(config.compile, contender.layout, config.shard, config.numerics, config.batch_norm)
+        check_compile(config.compile, layout, config.shard, config.numerics, config.batch_norm)
 
 
 def _threads_of_a_process(entrants: Entrants, cores: int) -> int:
     """As many for every process of every layout: else one process would have all cores, and nothing could be faster."""
-    share = cores // max(contender.processes for contender in entrants)
+    share = cores // max(layout.world_size for layout in entrants)
     said = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(share, int(said)) if said.isdigit() else share)
 
 
 @dataclass
 class TimedRuns:
-    """What was measured so far, by contender."""
+    """What was measured so far, by the names of layouts."""
 
-    runs: dict[str, list[Timed]] = field(default_factory=dict)
+    timed: dict[str, list[Timed]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     code: int = 0
     """130 or 75 where somebody had enough."""
@@ -144,14 +143,14 @@ def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal)
     found = TimedRuns()
     turns = [(turn, *entrant) for turn in range(1, repeats + 1) for entrant in entrants.items()]
     with tempfile.TemporaryDirectory(prefix="lockstep-compare-") as temporary:
-        for number, (turn, contender, resolved) in enumerate(turns, start=1):
-            name = contender.name
+        for number, (turn, layout, resolved) in enumerate(turns, start=1):
+            name = str(layout)
             if name in found.failures:
                 continue
             folder = Path(temporary, f"run-{number}")
             try:
                 with terminal.status(f"{name}: run {number} of {len(turns)}"), _own_environment(threads):
-                    outcome = _launch(contender, resolved.config, folder)
+                    outcome = _launch(resolved.config, folder)
             except KeyboardInterrupt:
                 found.code = 130
                 return found
@@ -163,15 +162,14 @@ def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal)
                 found.failures[name] = outcome.text or f"exit code {outcome.code}"
                 say(terminal, f"{name}: failed: {found.failures[name]}", style="red")
                 continue
-            timed = read_run(read_events(folder / "events.jsonl"), contender.is_baseline)
-            found.runs.setdefault(name, []).append(timed)
+            timed = read_run(read_events(folder / "events.jsonl"))
+            found.timed.setdefault(name, []).append(timed)
             terminal.print(f"{name}: {timed.step:.4g} s a step (turn {turn} of {repeats})", style="dim", markup=False)
     return found
 
 
-def _launch(contender: Contender, config: Config, folder: Path) -> Outcome:
-    worker = ["time", str(folder), *([contender.name] if contender.is_baseline else [])]
-    return launch_in(folder, config, worker, config.model_dump())
+def _launch(config: Config, folder: Path) -> Outcome:
+    return launch_in(folder, config, ["time", str(folder)], config.model_dump())
 
 
 @contextmanager
@@ -186,51 +184,44 @@ def _own_environment(threads: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _compared(entrants: Entrants, results: TimedRuns, machine: Machine) -> Comparison:
+def _compared(entrants: Entrants, runs: TimedRuns, had: Conditions) -> Scaling:
     """What follows from the runs."""
-    from lockstep.compare.table import Comparison, remarks, tabulate
+    from lockstep.compare.table import Scaling, remarks, tabulate
 
-    contenders, configs = list(entrants), [resolved.config for resolved in entrants.values()]
+    layouts, configs = list(entrants), [resolved.config for resolved in entrants.values()]
     config = configs[0]
-    same_training = len({one.global_batch for one in configs}) == 1
-    rows = tabulate(
-        contenders,
-        results.runs,
-        results.failures,
-        same_training=same_training,
-        precision=config.precision,
-        dropout=bool(config.model.get("dropout")),
-    )
+    same_training = len({config.global_batch for config in configs}) == 1
+    rows = tabulate(layouts, runs.timed, runs.failures, same_training=same_training, precision=config.precision)
     assert config.global_batch is not None
     samples = f"{config.global_batch} samples a step: the same training on every layout"
     if not same_training:
-        per_replica = config.global_batch // contenders[0].replicas
+        per_replica = config.global_batch // layouts[0].data_size
         samples = f"{per_replica} samples a replica a step: another training on every layout (weak scaling)"
-    item = next((run.item for timed in results.runs.values() for run in timed), "samples")
-    notes = remarks(rows, machine, same_training=same_training)
-    return Comparison(f"{config.recipe}, {samples}", same_training, item, machine.cores, rows, notes)
+    item = next((run.item for timed in runs.timed.values() for run in timed), "samples")
+    notes = remarks(rows, had, same_training=same_training)
+    return Scaling(f"{config.recipe}, {samples}", same_training, item, had.cores, rows, notes)
 
 
 def _finish(
-    comparison: Comparison, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
+    scaling: Scaling, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
 ) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
     from lockstep.compare.show import show_table
     from lockstep.compare.table import draw_chart, to_json
 
-    show_table(comparison, terminal)
-    code = stopped or int(any(row.failure or row.same_loss is False for row in comparison.rows))
+    show_table(scaling, terminal)
+    code = stopped or int(any(row.failure or row.same_loss is False for row in scaling.rows))
     if as_json:
-        answer({"ok": code == 0, **to_json(comparison)})
+        answer({"ok": code == 0, **to_json(scaling)})
     elif code == 130:
         complain("interrupted; the table has what was measured so far")
     if chart is not None:
-        write_output(chart, draw_chart(comparison))
+        write_output(chart, draw_chart(scaling))
         terminal.print(f"speed-ups drawn in {chart}", markup=False)
     if page is not None:
         from lockstep.page.html import page_html
-        from lockstep.page.sections.compared import comparison_page
+        from lockstep.page.sections.compared import scaling_page
 
-        write_output(page, page_html(comparison_page(comparison, time.time())))
+        write_output(page, page_html(scaling_page(scaling, time.time())))
         terminal.print(f"the page is {page}", markup=False)
     return code

@@ -12,40 +12,37 @@ from rich.table import Table
 from lockstep.text.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from lockstep.compare.table import Comparison, Spread
+    from lockstep.compare.table import Scaling, Spread
 
 BAR_WIDTH = 12
 
 
-def table_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def table_cells(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
     """The table's columns and rows as text; epochs are shown where a step is not the same everywhere."""
-    rows = comparison.rows
-    has_epochs = not comparison.same_training and any(row.epoch for row in rows)
-    times = ["step", f"{comparison.item}/s", "speed-up", "efficiency", *["epoch"] * has_epochs]
+    rows = scaling.rows
+    has_epochs = not scaling.same_training and any(row.epoch for row in rows)
+    times = ["step", f"{scaling.item}/s", "speed-up", "efficiency", *["epoch"] * has_epochs]
     columns = ["layout", "processes", *times, "memory", "exposed comm."]
-    cells = []
-    for row in rows:
-        one = row.contender
-        cells.append(
-            [
-                one.name,
-                f"{one.devices} devices" if one.is_baseline else str(one.processes),
-                _spread(row.step, seconds_text),
-                f"{row.rate.middle:,.0f}" if row.rate else "-",
-                _spread(row.speed_up, lambda value: f"{value:.2f}"),
-                _percent(row.efficiency),
-                *[seconds_text(row.epoch.middle) if row.epoch else "-"] * has_epochs,
-                bytes_text(row.memory) if row.memory else "-",
-                _percent(row.waiting),
-            ]
-        )
-    return columns, cells
+    return columns, [
+        [
+            str(row.layout),
+            str(row.layout.world_size),
+            _spread(row.step, seconds_text),
+            f"{row.rate.middle:,.0f}" if row.rate else "-",
+            _spread(row.speed_up, lambda value: f"{value:.2f}"),
+            _percent(row.efficiency),
+            *[seconds_text(row.epoch.middle) if row.epoch else "-"] * has_epochs,
+            bytes_text(row.memory) if row.memory else "-",
+            _percent(row.waiting),
+        ]
+        for row in rows
+    ]
 
 
-def show_table(comparison: Comparison, terminal: Terminal) -> None:
-    """A line for every contender, with a bar of its speed-up."""
-    rows = comparison.rows
-    columns, cells = table_cells(comparison)
+def show_table(scaling: Scaling, terminal: Terminal) -> None:
+    """A line for every layout, with a bar of its speed-up."""
+    rows = scaling.rows
+    columns, cells = table_cells(scaling)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(columns[0], no_wrap=True)
     for head in columns[1:]:
@@ -55,14 +52,14 @@ def show_table(comparison: Comparison, terminal: Terminal) -> None:
     for row, texts in zip(rows, cells, strict=True):
         bar = "█" * max(1, round(BAR_WIDTH * row.speed_up.middle / most)) if row.speed_up else ""
         table.add_row(*texts, bar)
-    terminal.print(f"\n{comparison.title}", style="bold", markup=False, soft_wrap=True)
+    terminal.print(f"\n{scaling.title}", style="bold", markup=False, soft_wrap=True)
     # Numbers that are cut off help nobody: where it is too narrow the terminal breaks the lines itself.
     needed = Measurement.get(terminal, terminal.options.update(width=1000), table).maximum
     Terminal(file=terminal.file, force_terminal=terminal.is_terminal, width=needed).print(table)
     for row in rows:
         if row.failure:
-            terminal.print(f"{row.contender.name}: {row.failure}", style="red", markup=False, soft_wrap=True)
-    for line in comparison.remarks:
+            terminal.print(f"{row.layout}: {row.failure}", style="red", markup=False, soft_wrap=True)
+    for line in scaling.remarks:
         terminal.print(f"- {line}", markup=False, soft_wrap=True)
 
 

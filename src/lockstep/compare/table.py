@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lockstep.compare.contenders import BASELINES, Contender
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.record.events import Event
@@ -26,13 +25,10 @@ SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 
 MUCH_BUSY = 0.15
 
-IDLE = "idle "
-"""How the metrics are called in which a baseline tells how long a device did nothing, before the device's name."""
-
 
 @dataclass(frozen=True)
-class Machine:
-    """What the runs had."""
+class Conditions:
+    """What the runs had of the had."""
 
     cores: int
     on_cpu: bool
@@ -44,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Timed:
-    """One run of a contender: seconds of its median step after the warm-up, and what a step is."""
+    """One run of a layout: seconds of its median step after the warm-up, and what a step is."""
 
     step: float
     items: float
@@ -53,10 +49,9 @@ class Timed:
     """Of the last step; None where it is not finite."""
     memory: int
     """Bytes, of the rank that needed most."""
-    waiting: float | None
+    waiting: float
     """The share of a step that ranks stood still in collectives: exposed communication."""
     steps_per_epoch: int | None
-    idle: dict[str, float] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -79,10 +74,10 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """A line of the table; `failure` says why there are no numbers."""
 
-    contender: Contender
+    layout: Layout
     repeats: int = 0
     step: Spread | None = None
     rate: Spread | None = None
@@ -94,12 +89,11 @@ class Row:
     loss: float | None = None
     same_loss: bool | None = None
     """None where losses are not compared."""
-    idle: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Scaling:
     """All that is shown and written."""
 
     title: str
@@ -107,7 +101,7 @@ class Comparison:
     """Whether a step has the same samples under every layout."""
     item: str
     cores: int
-    rows: list[Row]
+    rows: list[ScalingRow]
     remarks: list[str]
 
 
@@ -116,7 +110,7 @@ def warm_up_steps(steps: int) -> int:
     return min(MOST_WARM_UP_STEPS, steps // 4)
 
 
-def read_run(events: Iterable[Event], baseline: bool = False) -> Timed:
+def read_run(events: Iterable[Event]) -> Timed:
     """What a finished run's event log says of its speed."""
     of: dict[str, list[Event]] = {}
     for event in events:
@@ -129,50 +123,45 @@ def read_run(events: Iterable[Event], baseline: bool = False) -> Timed:
     ranks = [event for event in of["ranks"] if event["step"] - event["steps"] >= first] or of["ranks"][-1:]
     whole = sum(event["steps"] * event["seconds"] for event in ranks)
     waited = sum(event["steps"] * sum(event["wait"]) / len(event["wait"]) for event in ranks)
-    logged = {name: value for event in of.get("metric", []) for name, value in event["values"].items()}
     return Timed(
         step=median(event["seconds"] for event in timed),
         items=sum(event["items"] for event in timed) / len(timed),
         item=of["start"][-1]["item"],
         loss=last if (last := steps[-1]["loss"]) is not None and math.isfinite(last) else None,
         memory=max(max(event["memory"]) for event in of["ranks"]),
-        waiting=None if baseline else waited / whole,
+        waiting=waited / whole,
         steps_per_epoch=of["start"][-1]["steps_per_epoch"],
-        idle={name.removeprefix(IDLE): value for name, value in logged.items() if name.startswith(IDLE)},
     )
 
 
 def tabulate(
-    contenders: Sequence[Contender],
+    layouts: Sequence[Layout],
     runs: dict[str, list[Timed]],
     failures: dict[str, str],
     *,
     same_training: bool,
     precision: str = "fp32",
-    dropout: bool = False,
-) -> list[Row]:
-    """The table of what was measured so far. Speed-ups are against the first contender, by items a second.
+) -> list[ScalingRow]:
+    """The table of what was measured so far, by the layouts' names. Speed-ups are against the first, by items a second.
 
-    Losses are compared where all do the same training; with dropout the baselines draw other masks.
+    Losses are compared where all do the same training.
     """
-    base = contenders[0]
-    base_runs = runs.get(base.name, [])
+    base = layouts[0]
+    base_runs = runs.get(str(base), [])
     rows = []
-    for one in contenders:
-        timed = runs.get(one.name, [])
+    for layout in layouts:
+        timed = runs.get(str(layout), [])
         if not timed:
-            rows.append(Row(one, failure=failures.get(one.name, "not measured")))
+            rows.append(ScalingRow(layout, failure=failures.get(str(layout), "not measured")))
             continue
         ratios = [ours.rate / theirs.rate for ours, theirs in zip(timed, base_runs, strict=False)]
-        share = one.devices / base.devices
+        share = layout.world_size / base.world_size
         epochs = [run.step * run.steps_per_epoch for run in timed if run.steps_per_epoch]
-        waits = [run.waiting for run in timed if run.waiting is not None]
         loss = timed[-1].loss
-        masks_differ = dropout and (one.is_baseline or base.is_baseline)
-        is_compared = same_training and bool(base_runs) and one is not base and not masks_differ
+        is_compared = same_training and bool(base_runs) and layout is not base
         rows.append(
-            Row(
-                one,
+            ScalingRow(
+                layout,
                 repeats=len(timed),
                 step=Spread.of([run.step for run in timed]),
                 rate=Spread.of([run.rate for run in timed]),
@@ -180,30 +169,29 @@ def tabulate(
                 efficiency=Spread.of([ratio / share for ratio in ratios]) if ratios else None,
                 epoch=Spread.of(epochs) if epochs else None,
                 memory=max(run.memory for run in timed),
-                waiting=Spread.of(waits) if waits else None,
+                waiting=Spread.of([run.waiting for run in timed]),
                 loss=loss,
                 same_loss=_agrees(loss, base_runs[0].loss, precision) if is_compared else None,
-                idle={device: median(run.idle[device] for run in timed) for device in timed[0].idle},
-                failure=failures.get(one.name),
+                failure=failures.get(str(layout)),
             )
         )
     return rows
 
 
-def remarks(rows: Sequence[Row], machine: Machine, *, same_training: bool) -> list[str]:
+def remarks(rows: Sequence[ScalingRow], had: Conditions, *, same_training: bool) -> list[str]:
     """What has to be said beside the table, for it to be honest."""
     told = []
-    most = max(row.contender.processes for row in rows)
+    most = max(row.layout.world_size for row in rows)
     if (repeats := max(row.repeats for row in rows)) > 1:
         told.append(f"medians of {repeats} runs in turns; ± is half the way from the smallest to the largest")
-    if machine.on_cpu and machine.cores < most:
-        told.append(f"{how_many(machine.cores, 'core')} for {most} ranks: speed-ups here say nothing about more cores")
-    if machine.on_cpu and machine.busy > MUCH_BUSY:
-        share = f"{100 * machine.busy:.0f} %"
+    if had.on_cpu and had.cores < most:
+        told.append(f"{how_many(had.cores, 'core')} for {most} ranks: speed-ups here say nothing about more cores")
+    if had.on_cpu and had.busy > MUCH_BUSY:
+        share = f"{100 * had.busy:.0f} %"
         told.append(f"other programs used {share} of the cores when this began: ask again when they rest")
-    if machine.on_cpu:
-        told.append(f"every process computes with {how_many(machine.threads, 'thread')}, as if that were its device")
-    if machine.on_cpu and any(row.memory for row in rows):
+    if had.on_cpu:
+        told.append(f"every process computes with {how_many(had.threads, 'thread')}, as if that were its device")
+    if had.on_cpu and any(row.memory for row in rows):
         told.append("memory is all of a process in the host's, Python and torch included")
     if not same_training:
         told.append(
@@ -211,40 +199,27 @@ def remarks(rows: Sequence[Row], machine: Machine, *, same_training: bool) -> li
             "other losses. The 92, 25 and 14 minutes that a course shows for the same epochs on more GPUs are of this "
             "kind"
         )
-    told += _loss_remarks(rows) if same_training else []
-    for row in rows:
-        if row.idle:
-            shares = ", ".join(f"{device} {100 * share:.0f} %" for device, share in row.idle.items())
-            told.append(f"{row.contender.name}: idle {shares} of a step")
-        if row.contender.is_baseline:
-            told.append(BASELINES[row.contender.name])
-    return told
+    return told + (_loss_remarks(rows) if same_training else [])
 
 
-def _loss_remarks(rows: Sequence[Row]) -> list[str]:
+def _loss_remarks(rows: Sequence[ScalingRow]) -> list[str]:
     """Whether the last losses agree, or why nobody can tell."""
     first, others = rows[0], [row for row in rows[1:] if row.step is not None]
     if first.step is None:
-        return [f"the losses are not compared: {first.contender.name} failed, and has none"] if others else []
+        return [f"the losses are not compared: {first.layout} failed, and has none"] if others else []
     different = [row for row in others if row.same_loss is False]
     if different:
-        told = ", ".join(f"{row.contender.name} {_loss(row)}" for row in different)
+        told = ", ".join(f"{row.layout} {_loss(row)}" for row in different)
         return [
-            f"the last loss of {first.contender.name} is {_loss(first)}, and others differ: {told}; lockstep verify "
+            f"the last loss of {first.layout} is {_loss(first)}, and others differ: {told}; lockstep verify "
             "--layout finds the first number that does"
         ]
-    said = []
     if any(row.same_loss for row in others):
-        said.append(f"the losses agree: {_loss(first)} after the last step")
-    elif first.loss is None and others:
-        said.append(f"the losses are not compared: the last one of {first.contender.name} is not finite")
-    left = [row.contender.name for row in others if row.same_loss is None] if first.loss is not None else []
-    if left:
-        said.append(f"not compared, because dropout draws other masks there: {', '.join(left)}")
-    return ["; ".join(said)] if said else []
+        return [f"the losses agree: {_loss(first)} after the last step"]
+    return [f"the losses are not compared: the last one of {first.layout} is not finite"] if others else []
 
 
-def _loss(row: Row) -> str:
+def _loss(row: ScalingRow) -> str:
     return "not finite" if row.loss is None else f"{row.loss:.6g}"
 
 
@@ -255,33 +230,33 @@ def _agrees(loss: float | None, base: float | None, precision: str) -> bool | No
     return math.isclose(loss, base, rel_tol=SAME_LOSS[precision])
 
 
-def draw_chart(comparison: Comparison) -> str:
+def draw_chart(scaling: Scaling) -> str:
     """Speed-ups over devices as an SVG, a line for each kind of layout, with the ideal one."""
-    rows = comparison.rows
-    base = rows[0].contender
+    rows = scaling.rows
+    base = rows[0].layout
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows[1:]:
         if row.speed_up is not None:
-            kind = row.contender.name if row.contender.is_baseline else _kind(row.contender.layout)
-            lines.setdefault(kind, [(base.devices, 1.0)]).append((row.contender.devices, row.speed_up.middle))
-    most = max(row.contender.devices for row in rows)
+            points = lines.setdefault(_kind(row.layout), [(base.world_size, 1.0)])
+            points.append((row.layout.world_size, row.speed_up.middle))
+    most = max(row.layout.world_size for row in rows)
     series = [Series(kind, sorted(points)) for kind, points in lines.items()]
-    ideal = Series("ideal", [(base.devices, 1.0), (most, most / base.devices)])
-    return line_chart(comparison.title, "devices", f"speed-up against {base.name}", [*series, ideal])
+    ideal = Series("ideal", [(base.world_size, 1.0), (most, most / base.world_size)])
+    return line_chart(scaling.title, "devices", f"speed-up against {base}", [*series, ideal])
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(scaling: Scaling) -> dict[str, Any]:
     """All of it for programs; spreads are [median, smallest, largest]."""
-    item = comparison.item
+    item = scaling.item
 
     def plain(spread: Spread | None) -> list[float] | None:
         return None if spread is None else [spread.middle, spread.low, spread.high]
 
     table = [
         {
-            "layout": row.contender.name,
-            "processes": row.contender.processes,
-            "devices": row.contender.devices,
+            "layout": str(row.layout),
+            "processes": row.layout.world_size,
+            "devices": row.layout.world_size,
             "repeats": row.repeats,
             "step_seconds": plain(row.step),
             f"{item}_per_second": plain(row.rate),
@@ -292,18 +267,17 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "exposed_communication": plain(row.waiting),
             "last_loss": row.loss,
             "same_loss": row.same_loss,
-            "idle": row.idle,
             "failure": row.failure,
         }
-        for row in comparison.rows
+        for row in scaling.rows
     ]
     return {
-        "experiment": "fixed global batch" if comparison.same_training else "fixed batch per replica",
-        "title": comparison.title,
+        "experiment": "fixed global batch" if scaling.same_training else "fixed batch per replica",
+        "title": scaling.title,
         "item": item,
-        "cores": comparison.cores,
+        "cores": scaling.cores,
         "rows": [without_non_finite(row) for row in table],
-        "remarks": comparison.remarks,
+        "remarks": scaling.remarks,
     }
 
 

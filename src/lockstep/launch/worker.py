@@ -1,6 +1,6 @@
 """A rank of a launch: `python -m lockstep.launch.worker DESCRIPTOR train RUN_DIR | script PATH ARGS...`.
 
-`time RUN_DIR` only does the steps of a training, and `time RUN_DIR NAME` those of a baseline.
+`time RUN_DIR` only does the steps of a training.
 
 The launcher starts it once, and every rank of this node is a fork of it, see nursery.py.
 """
@@ -51,11 +51,6 @@ def main() -> None:
             Trainer(from_toml(folder / CONFIG), run).fit()
 
     def time() -> None:
-        if args:
-            from lockstep.compare.baselines import train_baseline
-
-            train_baseline(args[0], folder)
-            return
         from lockstep.config.layers import from_toml
         from lockstep.init_run import init
         from lockstep.trainer import Trainer

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from lockstep import __version__
 from lockstep.compare.show import table_cells
-from lockstep.compare.table import Comparison
+from lockstep.compare.table import Scaling
 from lockstep.page.panels import Page, Panel, Section, Table, Text
 from lockstep.page.sections.comparison import kind_of, speed_up_lines
 
 
-def comparison_page(comparison: Comparison, made: float) -> Page:
+def scaling_page(scaling: Scaling, made: float) -> Page:
     """All that the terminal shows, as a page without a run of its own."""
-    columns, rows = table_cells(comparison)
+    columns, rows = table_cells(scaling)
     table = Table("scaling", "Scaling", columns, rows, [column != "layout" for column in columns])
     panels: list[Panel] = [table]
-    base = comparison.rows[0].contender
+    base = scaling.rows[0].layout
     lines: dict[str, list[tuple[int, float]]] = {}
-    for row in comparison.rows[1:]:
+    for row in scaling.rows[1:]:
         if row.speed_up is not None:
-            one = row.contender
-            kind = one.name if one.is_baseline else kind_of(str(one.layout))
-            lines.setdefault(kind, []).append((one.devices, row.speed_up.middle))
+            lines.setdefault(kind_of(str(row.layout)), []).append((row.layout.world_size, row.speed_up.middle))
     if lines:
-        title = f"Speed-up against {base.name}"
-        panels.append(speed_up_lines("speed-up", title, base.devices, lines, "medians; ranks are devices here"))
-    failures = [f"{row.contender.name}: {row.failure}" for row in comparison.rows if row.failure]
-    if said := [*failures, *comparison.remarks]:
+        title = f"Speed-up against {base}"
+        panels.append(speed_up_lines("speed-up", title, base.world_size, lines, "medians; ranks are devices here"))
+    failures = [f"{row.layout}: {row.failure}" for row in scaling.rows if row.failure]
+    if said := [*failures, *scaling.remarks]:
         panels.append(Text("remarks", "What has to be said", "\n".join(said)))
     section = Section("comparison", "Side by side", panels)
-    return Page(comparison.title, made, __version__, runs=[], comparison=[section])
+    return Page(scaling.title, made, __version__, runs=[], comparison=[section])

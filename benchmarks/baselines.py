@@ -1,20 +1,30 @@
-"""Two ways to use several devices that courses begin with, as plain loops, so that they can be measured.
+"""Two ways to use several devices that courses begin with, measured beside one process: nobody should use them.
+
+    python benchmarks/baselines.py                             naive-mp against single, on the recipe lm
+    python benchmarks/baselines.py data-parallel naive-mp --recipe digits --steps 50 --repeats 5 --set global_batch=64
 
 data-parallel   nn.DataParallel: one process copies the model to every GPU in every forward and gathers on the first
-naive-mp        the first half of the layers on one device, the rest on another, which wait for each other
+naive-mp        the first half of the layers on one device, the rest on another, which wait for each other: two GPUs, or
+                cuda:0 and the CPU
 
-Data, loss, optimizer and learning rate are those of `lockstep train` on one device, and so are the losses where nothing
-draws random numbers. What a run leaves is an event log like any other.
+They are plain loops. Data, loss, optimizer and learning rate are those of `lockstep train` on one device, and so are
+the losses where nothing draws random numbers. What a run leaves is an event log like any other.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import platform
 import socket
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import __version__
-from lockstep.compare.table import IDLE
-from lockstep.config.layers import from_toml
+from lockstep.compare.table import SAME_LOSS, Timed, read_run
+from lockstep.config.layers import Layer, for_world, from_toml, parse_assignments, resolve, to_toml
 from lockstep.config.schema import Config
 from lockstep.data.loader import Loader, Reading, StepBatch
 from lockstep.data.order import Order
@@ -32,18 +43,147 @@ from lockstep.errors import UserError
 from lockstep.follow.blocks import find_blocks
 from lockstep.recipes.task import Task, task_of
 from lockstep.record.folder import CONFIG, EVENTS
-from lockstep.record.log import EventLog
+from lockstep.record.log import EventLog, read_events
 from lockstep.run import MOST_WORKERS
 from lockstep.runtime.seeds import seed_everything, seed_host, seed_of
 from lockstep.runtime.torch_private import tree_map
 from lockstep.step.optim import optimizer_factory, schedule_function
 from lockstep.step.precision import compute_in, number_formats
+from lockstep.text.units import bytes_text, seconds_text
 from lockstep.trial.fits import peak_bytes
 
+IDLE = "idle "
+"""How the metrics are called that tell how long a device did nothing, before the device's name."""
 
-def train_baseline(name: str, folder: Path) -> None:
+WHY_NOT = {
+    "data-parallel": (
+        "nobody should use nn.DataParallel: one process drives all GPUs, under one Python lock, copies the model to "
+        "every GPU in every forward and gathers all outputs on the first; dp does the same work with a process each"
+    ),
+    "naive-mp": (
+        "nobody should use naive model parallelism: one device works while the other waits, so that two are slower "
+        "than one; pp fills the waiting with other micro-batches, and fsdp makes a model fit without any"
+    ),
+}
+
+UNKNOWN = ("compile", "recompute", "attention", "numerics", "init")
+"""Keys of the config that these plain loops know nothing of."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all in turns, each in a process of its own, and print what they took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="data-parallel | naive-mp", help="default: naive-mp")
+    parser.add_argument("--recipe", default="lm")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the config")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    told = parser.parse_args(arguments)
+    if told.run is not None:
+        train(told.run[0], Path(told.run[1]))
+        return 0
+    try:
+        names = told.names or ["naive-mp"]
+        config = config_of(told.recipe, told.steps, told.set)
+        check(names, config, torch.cuda.device_count())
+    except UserError as error:
+        print(f"baselines: {error}", file=sys.stderr)
+        return 2
+    runs: dict[str, list[Path]] = {name: [] for name in ("single", *names)}
+    with tempfile.TemporaryDirectory() as temporary:
+        for turn in range(told.repeats):
+            for name, folders in runs.items():
+                folder = Path(temporary, f"{name}-{turn}")
+                folder.mkdir()
+                (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+                subprocess.run([sys.executable, __file__, "--run", name, str(folder)], check=True, stdout=sys.stderr)
+                folders.append(folder)
+        figures = [figures_of(name, runs[name], runs["single"], config.precision) for name in runs]
+    print(f"{told.recipe}, {config.global_batch} samples a step")
+    for row in figures:
+        idle = "".join(f", {device} idle {100 * share:.0f} %" for device, share in row["idle"].items())
+        print(
+            f"{row['name']:14} {seconds_text(row['step_seconds'])} a step, speed-up {row['speed_up']:.2f}, "
+            f"{bytes_text(row['memory'])}{idle}{'' if row['same_loss'] else ', ANOTHER LOSS'}"
+        )
+    for name in names:
+        print(f"- {WHY_NOT[name]}")
+    if told.json is not None:
+        told.json.write_text(json.dumps(figures), encoding="utf-8")
+    return int(not all(row["same_loss"] for row in figures))
+
+
+def config_of(recipe: str, steps: int, assignments: list[str]) -> Config:
+    """The config of a recipe on one device, with nothing but its steps."""
+    only_steps = {"validate_every": "never", "save_every": "never", "profile": None, "layout": "single", "nproc": 1}
+    layers = [Layer("--recipe", {"recipe": recipe}), Layer("--set", parse_assignments(assignments))]
+    return for_world(resolve([*layers, Layer("baselines", {**only_steps, "steps": steps})]), 1).config
+
+
+def check(names: Sequence[str], config: Config, gpus: int) -> None:
+    """Refuse what cannot run here, and what a plain loop would leave out without a word."""
+    for name in names:
+        if name not in WHY_NOT:
+            raise UserError(f"there is no baseline {name}", f"there are {' and '.join(WHY_NOT)}")
+        if name == "data-parallel" and gpus < 2:
+            there = f"{'is' if gpus == 1 else 'are'} {gpus or 'none'}"
+            raise UserError(f"data-parallel shares a batch out over GPUs, and there {there}", "leave it out")
+        if name == "naive-mp" and gpus < 1:
+            raise UserError(
+                "naive-mp puts each half of the model on a device of its own (cuda:0 and cpu count as two), and "
+                "there is only the CPU",
+                "leave it out",
+            )
+        for key in UNKNOWN:
+            if getattr(config, key) != Config.model_fields[key].default:
+                raise UserError(f"{name} is a plain loop that knows nothing of {key}, which is set", f"leave {key} out")
+        if config.precision == "fp16":
+            raise UserError(f"{name} knows no loss scale, which fp16 needs", "compare in bf16 or fp32")
+        if config.model.get("dropout"):
+            raise UserError(f"{name} draws other masks for dropout, so losses say nothing", "--set model.dropout=0")
+
+
+def figures_of(name: str, folders: list[Path], base: list[Path], precision: str) -> dict[str, Any]:
+    """What the runs of one took, beside those of one process in the same turns."""
+    ours, theirs = ([timed_of(folder) for folder in group] for group in (folders, base))
+    loss, other = ours[-1].loss, theirs[0].loss
+    is_same = loss is other or (
+        loss is not None and other is not None and math.isclose(loss, other, rel_tol=SAME_LOSS[precision])
+    )
+    idle = [idle_of(folder) for folder in folders]
+    return {
+        "name": name,
+        "step_seconds": statistics.median(run.step for run in ours),
+        "speed_up": statistics.median(run.rate / one.rate for run, one in zip(ours, theirs, strict=True)),
+        "memory": max(run.memory for run in ours),
+        "idle": {device: statistics.median(shares[device] for shares in idle) for device in idle[0]},
+        "loss": loss,
+        "same_loss": is_same,
+    }
+
+
+def timed_of(folder: Path) -> Timed:
+    """The median step of a run, and what it held."""
+    return read_run(read_events(folder / EVENTS))
+
+
+def idle_of(folder: Path) -> dict[str, float]:
+    """The share of a step that each device did nothing."""
+    told = [event["values"] for event in read_events(folder / EVENTS) if event["kind"] == "metric"]
+    return {key.removeprefix(IDLE): value for values in told for key, value in values.items() if key.startswith(IDLE)}
+
+
+def train(name: str, folder: Path) -> None:
     """Do the steps of the config in a run folder as a baseline does them, and write them to its event log."""
     config = from_toml(folder / CONFIG)
+    if name == "single":
+        with lockstep.init("single", run_dir=folder) as run:
+            trainer = lockstep.Trainer(config, run)
+            for out in trainer:
+                if out.step == trainer.loader.total_steps:
+                    return
     task = task_of(config)
     seed_host(seed_of(config.seed, "init"))
     model = task.build_model().train()
@@ -179,7 +319,7 @@ def place_in_halves(model: nn.Module, devices: tuple[torch.device, torch.device]
             is_elsewhere = isinstance(value, torch.Tensor) and value.device != to
             if not is_elsewhere:
                 return value
-            return _Cross.apply(value, to, busy) if value.is_floating_point() else value.to(to)
+            return _Cross.apply(value, to, busy) if value.is_floating_point() else value.to(to)  # type: ignore[no-untyped-call]
 
         return tree_map(move, values)
 
@@ -238,7 +378,7 @@ def _forward_backward(
         seed_everything(seed_of(config.seed, "forward", step, part.index))
         with _computing(config, devices):
             total, count = task.loss(model, data)
-        (total.float() / batch.global_batch).backward()
+        (total.float() / batch.global_batch).backward()  # type: ignore[no-untyped-call]
         loss, weight = loss + total.detach(), weight + count
     return float(loss), float(weight)
 
@@ -376,3 +516,7 @@ class _Times:
             metrics={},
             seconds=seconds * self.steps,
         )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The teaching baselines train as one device does; what needs two devices is tested on a GPU."""
+"""benchmarks/baselines.py: the loops train as one device does; what needs two devices is tested on a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.compare.baselines import Busy, place_in_halves, train_in_halves
-from lockstep.compare.table import read_run
+from benchmarks.baselines import Busy, check, config_of, figures_of, main, place_in_halves, train_in_halves
 from lockstep.config.layers import Layer, resolve
 from lockstep.errors import UserError
 from lockstep.recipes.task import task_of
-from lockstep.record.log import EventLog, read_events
+from lockstep.record.log import EventLog
 from lockstep.runtime.seeds import seed_host, seed_of
 from tests.cli.commands import events
 from tests.parity.problems import TinyGPT
@@ -36,8 +35,9 @@ def test_a_baseline_has_the_losses_norms_and_rates_of_one_process(recipe: str, t
     for ours, theirs in zip(events(tmp_path / "plain", "step"), events(tmp_path / "run", "step"), strict=True):
         for field in ("step", "loss", "grad_norm", "lr", "weight", "items", "epoch"):
             assert ours[field] == pytest.approx(theirs[field], rel=1e-5), field
-    timed = read_run(read_events(tmp_path / "plain" / "events.jsonl"), baseline=True)
-    assert timed.idle.keys() == {"cpu"}
+    figures = figures_of("naive-mp", [tmp_path / "plain"], [tmp_path / "run"], "fp32")
+    assert (figures["same_loss"], figures["idle"].keys()) == (True, {"cpu"})
+    assert figures["speed_up"] > 0
 
 
 def test_the_layers_from_the_middle_block_on_go_to_the_second_device_and_tied_weights_stay() -> None:
@@ -54,3 +54,27 @@ def test_the_layers_from_the_middle_block_on_go_to_the_second_device_and_tied_we
 def test_a_model_of_one_layer_cannot_be_cut() -> None:
     with pytest.raises(UserError, match="single one"):
         place_in_halves(nn.Linear(2, 2), (CPU, META), Busy((CPU, META)))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "settings", "said"),
+    [
+        ("naive-mp", 0, "seed=1", "there is only the CPU: leave it out"),
+        ("data-parallel", 1, "seed=1", "shares a batch out over GPUs, and there is 1"),
+        ("naive", 1, "seed=1", "there is no baseline naive: there are data-parallel and naive-mp"),
+        ("naive-mp", 1, "compile=blocks", "naive-mp is a plain loop that knows nothing of compile"),
+        ("naive-mp", 1, "recompute=true", "knows nothing of recompute, which is set: leave recompute out"),
+        ("naive-mp", 1, "numerics.tf32=true", "knows nothing of numerics"),
+        ("naive-mp", 1, "precision=fp16", "naive-mp knows no loss scale, which fp16 needs: compare in bf16 or fp32"),
+        ("naive-mp", 1, "model.dropout=0.1", "draws other masks for dropout"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(name: str, gpus: int, settings: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check([name], config_of("lm", 5, [settings]), gpus)
+    check(["naive-mp"], config_of("lm", 5, ["precision=bf16"]), 1)
+
+
+def test_a_wrong_name_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nothing"]) == 2
+    assert capsys.readouterr().err == "baselines: there is no baseline nothing: there are data-parallel and naive-mp\n"
