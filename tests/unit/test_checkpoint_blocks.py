@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lockstep.checkpoint.disk.boxes import Piece
 from lockstep.checkpoint.disk.files import reading, verify_checkpoint
 from lockstep.checkpoint.disk.format import BLOCK_BYTES, DamageError, open_checkpoint
+from lockstep.checkpoint.disk.load import Target, fill
 from lockstep.checkpoint.exchange.foreign import import_weights
 
 SIZE = 2 * BLOCK_BYTES + 12
@@ -57,3 +59,27 @@ def test_one_changed_bit_in_any_block_is_found_and_placed(checkpoint: Path, byte
     whole = open_checkpoint(checkpoint)
     with reading(whole) as reader, pytest.raises(DamageError, match="has changed since it was written"):
         reader.read_into(torch.empty(SIZE // 4), whole.index.tensors["model/large"].chunks[0])
+
+
+@pytest.mark.parametrize(
+    ("start", "shape"),
+    [
+        ((0, 0), (5, 6)),
+        ((2, 0), (3, 6)),
+        ((0, 4), (5, 2)),
+        ((3, 1), (2, 4)),
+        ((4, 5), (1, 1)),
+    ],
+)
+def test_any_box_of_a_tensor_is_read_to_its_place_in_a_ranks_part(
+    tmp_path: Path, start: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    whole = torch.arange(30.0).view(5, 6)
+    save_file({"w": whole}, tmp_path / "weights.safetensors")
+    folder, _ = import_weights(tmp_path / "weights.safetensors", tmp_path / "run")
+    part = torch.full((7, 7), -1.0)
+    fill(open_checkpoint(folder), [Target("model/w", part, [Piece(start, (1, 1), shape)])])
+    rows, columns = (slice(at, at + size) for at, size in zip(start, shape, strict=True))
+    inside = part[1 : 1 + shape[0], 1 : 1 + shape[1]]
+    assert torch.equal(inside, whole[rows, columns])
+    assert int((part == -1).sum()) == part.numel() - inside.numel(), "nothing beside it is touched"
