@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "boxes: the parts of an uneven dim stand too far apart",
-        "checkpoint/disk/boxes.py",
+        "parallel/boxes.py",
         "        local += end - first\n",
         "        local += most\n",
         ("tests/unit/test_checkpoint_boxes.py",),
@@ -330,7 +330,7 @@ MUTANTS = (
     Mutant(
         "supervise: a checkpoint does not give the tries back",
         "launch/supervise.py",
-        "self._saved, self._left = saved, self.restarts",
+        "self._saved, self._left = saved, self.policy.restarts",
         "self._saved = saved",
         ("tests/unit/test_supervise.py",),
     ),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.disk.boxes import Piece
 from lockstep.checkpoint.disk.files import reading, verify_checkpoint
 from lockstep.checkpoint.disk.format import BLOCK_BYTES, DamageError, open_checkpoint
 from lockstep.checkpoint.disk.load import Target, fill
 from lockstep.checkpoint.exchange.foreign import import_weights
+from lockstep.parallel.boxes import Box
 
 SIZE = 2 * BLOCK_BYTES + 12
 """Bytes of the large tensor: two whole blocks, and a last one of three numbers."""
@@ -78,7 +78,7 @@ def test_any_box_of_a_tensor_is_read_to_its_place_in_a_ranks_part(
     save_file({"w": whole}, tmp_path / "weights.safetensors")
     folder, _ = import_weights(tmp_path / "weights.safetensors", tmp_path / "run")
     part = torch.full((7, 7), -1.0)
-    fill(open_checkpoint(folder), [Target("model/w", part, [Piece(start, (1, 1), shape)])])
+    fill(open_checkpoint(folder), [Target("model/w", part, [Box(start, (1, 1), shape)])])
     rows, columns = (slice(at, at + size) for at, size in zip(start, shape, strict=True))
     inside = part[1 : 1 + shape[0], 1 : 1 + shape[1]]
     assert torch.equal(inside, whole[rows, columns])
