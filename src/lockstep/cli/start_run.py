@@ -1,4 +1,4 @@
-"""Starting a training as `train` and `run` do: in its run folder, shown to its end, with the answer for programs."""
+"""Starting a training as `train` and `run` do: in its run folder, shown to its end, answered for programs."""
 
 from __future__ import annotations
 
