@@ -1,4 +1,4 @@
-"""Values as a typed model, or the first mistake in them as a sentence: which key, where it came from, what is right."""
+"""Values as a typed model, or the first mistake in them as a sentence: which key, whose value, what is right."""
 
 from __future__ import annotations
 

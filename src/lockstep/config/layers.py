@@ -1,4 +1,4 @@
-"""Where the values of a config come from: defaults, the recipe, a TOML file, options, `--set`; a later layer wins.
+"""Where a config's values come from: defaults, the recipe, a TOML file, options, `--set`; a later layer wins.
 
 An unknown key, a wrong type or a contradiction is a UserError that names the key and what would be right.
 """

@@ -1,4 +1,4 @@
-"""The description of a model that was cut for this rank: all that engine, checkpoints and checks know of the cut."""
+"""The description of a model that was cut for this rank: all that engine, checkpoints and checks know of it."""
 
 from __future__ import annotations
 

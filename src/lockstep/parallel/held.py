@@ -1,4 +1,4 @@
-"""What a rank holds of every parameter and buffer of the whole model: the one place that knows which axes cut them.
+"""What a rank holds of every parameter and buffer of the whole model: the one place that knows which axes cut.
 
 tp cuts matrices along one dim, fsdp cuts what is left by rows (ZeRO, sharding), pp gives whole tensors to stages. Who
 gathers a tensor (all-gather), saves it, compares replicas or shows it to a script asks here. A new axis that cuts

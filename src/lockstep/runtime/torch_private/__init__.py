@@ -1,4 +1,4 @@
-"""Everything that Lockstep uses of torch's private API, and every patch of torch: nothing else in the package does.
+"""All that Lockstep uses of torch's private API, and every patch of torch: nothing else in the package does.
 
 Seen in torch 2.11 and 2.13. `seen.py` lists the names with what they are for, tells which of them are gone or changed
 on another torch, and refuses to train where numbers depend on one that is. Private is what begins with an underscore:

@@ -1,4 +1,4 @@
-"""torch's elastic agent with its private methods under public names, for one that overrides them (2.11 and 2.13)."""
+"""torch's elastic agent with its private methods under public names, to be overridden (2.11 and 2.13)."""
 
 from __future__ import annotations
 

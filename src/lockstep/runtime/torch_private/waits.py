@@ -1,4 +1,4 @@
-"""Seeing where a rank waits for others: patches of torch's waits and collectives, for a statistic (2.11 and 2.13)."""
+"""Where a rank waits for others: patches of torch's waits and collectives, for a statistic (2.11 and 2.13)."""
 
 from __future__ import annotations
 
