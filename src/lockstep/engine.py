@@ -40,7 +40,7 @@ from lockstep.parallel.build.compile import compile_whole, compiled_calls
 from lockstep.parallel.build.names import refuse_extra_state
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import gather_whole
-from lockstep.parallel.pipeline.calls import PipelinedCalls
+from lockstep.parallel.pipeline.runner import MicroBatches
 from lockstep.parallel.replicate.buffers import ForwardBuffers
 from lockstep.parallel.replicate.shard import call_gathered, read_elsewhere, weights_read_by_their_modules
 from lockstep.parallel.replicate.statistics import batch_norms, not_counting
@@ -232,9 +232,6 @@ class Engine:
         for seeded in parallel.seeded if self._compile != "model" else []:
             for number, module in enumerate(seeded):
                 module.register_forward_pre_hook(self._seed_module(number))
-        if self.pipeline is not None:
-            assert parallel.skeleton is not None
-            self._stages = PipelinedCalls(self.pipeline, parallel.skeleton, self._comm, self.device, self.computing)
         self._between = None
         # With zero1 the model is whole on every rank, and the optimizer has rows of it.
         if parallel.skeleton is not None or any(isinstance(stored, DTensor) for _, stored in self.stored):
@@ -608,11 +605,14 @@ class Engine:
             self._whole_steps.try_functions(loss_sum)
             return loss_sum * (0.0 if micro_batches[number].filler else scale)
 
+        assert self.pipeline is not None
         if not micro_batches:  # the last step of an epoch may have fewer than there are data ranks
             return HostCopy(totals)
         data = [self._transfers.send(part.data).take() for part in micro_batches]
         with self.marked("pipeline"):
-            self._stages.step(data, self._summed_loss, start, loss_of, backward_of)
+            self.pipeline.step(
+                MicroBatches("step", self._summed_loss, data, start, self.computing, loss_of, backward_of)
+            )
         self.draws.forget()
         return HostCopy(totals)
 
@@ -630,7 +630,7 @@ class Engine:
 
         with self.scoring(), self.hidden():
             draws = self.draws_by_sample
-            for group in in_groups(micro_batches, 1 if self.pipeline is None else self._stages.at_once):
+            for group in in_groups(micro_batches, 1 if self.pipeline is None else self.pipeline.at_once):
                 self._comm.beat.at("scoring")
                 size = max((len(part.ids) for part in group), default=1)
                 with memory_explained(self, self._comm.beat, size):
@@ -658,7 +658,7 @@ class Engine:
             return self.draws if draws else nullcontext()
 
         if self.pipeline is not None:
-            return self._stages.score(name, data, function, start)
+            return self.pipeline.score(MicroBatches(name, function, data, start, self.computing))
         with start(0), self.computing():
             return [call_gathered(self.model, lambda model: function(model, self._parted(data[0])))]
 
@@ -734,7 +734,8 @@ class Engine:
                 with ParametersStay(self.model):
                     return self.forward(micro_batch, data)
             with self.hidden():
-                return next(iter(self._stages.score("trial", [data], self._summed_loss, start)), None)
+                work = MicroBatches("trial", self._summed_loss, [data], start, self.computing)
+                return next(iter(self.pipeline.score(work)), None)
 
     def _has_drawn(self, micro_batch: MicroBatch) -> bool:
         """Whether anybody drew random numbers since a forward began that nothing else seeded."""

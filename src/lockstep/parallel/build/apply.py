@@ -25,6 +25,8 @@ from lockstep.parallel.build.materialise import Built, build_initial, fill, fill
 from lockstep.parallel.build.recompute import recompute
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import describe_parts
+from lockstep.parallel.pipeline.calls import answer_calls
+from lockstep.parallel.pipeline.look import Rehearsals
 from lockstep.parallel.pipeline.plan_stages import Planned, plan_pipeline
 from lockstep.parallel.pipeline.point_to_point import Links
 from lockstep.parallel.pipeline.runner import Pipeline
@@ -235,7 +237,9 @@ def own_stages(built: Built, planned: Planned, to: CutFor) -> OwnModels:
     for stage in stages:
         stage.wire()
     links = Links(to.place, to.comm.pipeline_ranks(), to.comm.pipeline_groups(), to.device)
-    pipeline = Pipeline(stages, plan, config.schedule, to.layout.pp, to.place, links, Stopwatch(to.device))
+    looks = Rehearsals(planned.skeleton, [part.name for part in plan.parts], to.device)
+    pipeline = Pipeline(stages, plan, config.schedule, to.layout.pp, to.place, links, Stopwatch(to.device), looks)
+    answer_calls(pipeline, to.comm, to.device)
     own_buffers = {name: one for stage in stages for name, one in stage.model.named_buffers() if not is_fake(one)}
     blocks_of_all = [part.name for part in plan.parts if part.is_block]
     return OwnModels(
