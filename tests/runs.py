@@ -15,8 +15,8 @@ from pathlib import Path
 
 from lockstep.faults.stragglers import StragglerWatch
 from lockstep.layout import Layout
-from lockstep.record.events import Event
 from lockstep.record.log import without_non_finite
+from tests.events import Event
 
 BEGIN = 1_760_000_000.0
 GB = 10**9

@@ -25,7 +25,7 @@ from lockstep.data.loader import Reading
 from lockstep.errors import UserError
 from lockstep.record import identity
 from lockstep.record.failure import short_host
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.parity.problems import join
 from tests.ranks import Job, RankPool
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.layout import Layout
-from lockstep.record.log import read_events
 from lockstep.step.scoring import Metric
+from tests.events import read_events
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

@@ -17,8 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.config.toml import read_toml
 from lockstep.observe.telemetry import Telemetry
-from lockstep.record.events import Event
-from lockstep.record.log import read_events
+from tests.events import Event, read_events
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
 

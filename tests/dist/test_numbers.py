@@ -14,8 +14,8 @@ from lockstep.errors import UserError
 from lockstep.lab.pipeline import needs
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.timetable import Action, Kind, timetable
-from lockstep.record.events import Event, validate
-from lockstep.record.log import read_events
+from lockstep.record.events import validate
+from tests.events import Event, read_events
 from tests.parity.problems import (
     GLOBAL_BATCH,
     IGNORED,

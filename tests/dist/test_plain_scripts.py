@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.record.log import read_events
+from tests.events import read_events
 
 Batch = dict[str, torch.Tensor]
 

@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 
 from lockstep.observe.trace_digest import digest_trace
-from lockstep.record.events import Event
-from lockstep.record.log import read_events
+from tests.events import Event, read_events
 from tests.marks import others_slow
 from tests.parity.problems import RaggedTexts, Stream, TinyGPT, adamw, join, text_loss, unfinished
 from tests.ranks import Job, RankPool

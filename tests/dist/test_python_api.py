@@ -18,12 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.disk.code import check_same_script
 from lockstep.config.arguments import check_exports, check_setup
 from lockstep.errors import UserError
 from lockstep.faults import emergency
 from lockstep.faults.uncaught import answer_user_errors
-from lockstep.record.folder import RunFolder, check_same_script
-from lockstep.record.log import read_events
+from lockstep.record.folder import RunFolder
+from tests.events import read_events
 from tests.parity.problems import join
 from tests.ranks import Job, RankPool
 

@@ -20,7 +20,7 @@ import lockstep.checkpoint.save
 from lockstep.checkpoint.disk.files import write_shard
 from lockstep.errors import SaveError, UserError
 from lockstep.layout import Layout
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.parity.problems import (
     GLOBAL_BATCH,
     RaggedTexts,

@@ -22,8 +22,8 @@ from lockstep.checkpoint.exchange.foreign import import_weights
 from lockstep.checkpoint.manage import kept_no_longer
 from lockstep.checkpoint.state import merge_optimizers
 from lockstep.errors import SaveError, UserError
-from lockstep.record.log import read_events
 from lockstep.run import Run
+from tests.events import read_events
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, error_of, join, text_loss, unfinished
 from tests.patience import wait_for
 from tests.ranks import Job, RankPool

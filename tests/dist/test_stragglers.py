@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from lockstep.layout import Layout
 from lockstep.observe.clock import StepClock
-from lockstep.record.events import Event
-from lockstep.record.log import read_events
+from tests.events import Event, read_events
 from tests.marks import others_slow
 from tests.parity.problems import Batch, RaggedTexts, Stream, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool

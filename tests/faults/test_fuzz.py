@@ -23,7 +23,7 @@ from lockstep.cli.ckpt import ls_command, verify_command
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.faults.damage import GOOD_STEPS, KINDS, NEWEST, Case, make_case
 from tests.parity.problems import (
     GLOBAL_BATCH,

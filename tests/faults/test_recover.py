@@ -25,10 +25,9 @@ from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, UserError
 from lockstep.faults.emergency import on_uncaught, save_in_emergency
 from lockstep.faults.recover import MOST_SKIPS
 from lockstep.follow.values import is_fake
-from lockstep.record.events import Event
 from lockstep.record.folder import look_back
-from lockstep.record.log import read_events
 from lockstep.runtime.tensor_digest import digests_of
+from tests.events import Event, read_events
 from tests.parity.problems import (
     GLOBAL_BATCH,
     Batch,

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint.disk.format import steps_on_disk
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.parity.problems import adamw, join, text_loss, unfinished
 from tests.parity.test_tensor import DROPOUT, GLOBAL_BATCH, GPT, Texts
 from tests.ranks import Job, RankPool

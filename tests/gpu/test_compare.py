@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.baselines import Busy, main, place_in_halves
-from lockstep.record.events import Event
 from tests.cli.commands import SMALL_LM
 from tests.dist.test_stragglers import LATE, of_kind, train
+from tests.events import Event
 from tests.parity.problems import VOCABULARY, RaggedTexts, TinyGPT
 from tests.ranks import Job, RankPool
 

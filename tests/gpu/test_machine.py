@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.parity.problems import RaggedTexts, TinyGPT, adamw, text_loss
 
 pytestmark = pytest.mark.gpu

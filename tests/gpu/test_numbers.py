@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from lockstep.planner.machine.find_machine import find_gpu
-from lockstep.record.events import Event
-from lockstep.record.log import read_events
 from tests.dist.test_numbers import FLOPS, of_kind, tokens
+from tests.events import Event, read_events
 from tests.parity.problems import GLOBAL_BATCH, RaggedTexts, TinyGPT, adamw, join, text_loss
 from tests.ranks import Job, RankPool
 

@@ -18,8 +18,8 @@ from lockstep.config.schema import NumericsConfig
 from lockstep.data.order import sample_ids
 from lockstep.errors import NonFiniteError, UserError
 from lockstep.layout import Layout
-from lockstep.record.log import read_events
 from lockstep.step.precision import LossScale, check_can_compute, number_formats
+from tests.events import read_events
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,

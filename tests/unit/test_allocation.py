@@ -187,4 +187,4 @@ def test_a_submitted_run_is_still_to_begin_and_a_finished_one_stays_finished(tmp
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": 1.0, "kind": "end", "attempt": 1, **end}) + "\n")
         file.write(json.dumps({"time": 2.0, "kind": "job", "attempt": 1, **JobState("4711", "COMPLETED").event}) + "\n")
-    assert look_back(run).kind == "end"
+    assert look_back(run).is_finished

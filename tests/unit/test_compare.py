@@ -21,8 +21,8 @@ from lockstep.compare.table import (
 )
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.record.events import Event
 from lockstep.text.charts import Series
+from tests.events import Event
 
 SINGLE, DP2, DP4 = (Layout(dp=count) for count in (1, 2, 4))
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from lockstep.record.events import Event, validate
+from lockstep.record.events import validate
 from lockstep.sinks.console import Console
+from tests.events import Event
 from tests.patience import wait_for
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

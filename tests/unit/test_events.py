@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.record.events import SCHEMA, Event, validate
-from lockstep.record.log import EventLog, events_from, follow_events, read_events
+from lockstep.record import log as log_of_a_run
+from lockstep.record.events import ADDED, KINDS, validate
+from lockstep.record.events_page import EXAMPLES as EXAMPLES_FILE
+from lockstep.record.events_page import events_page
+from lockstep.record.log import EventLog, LogReader
+from tests.events import Event, follow_events, read_events
 
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 EXAMPLES: dict[str, Event] = {
@@ -60,16 +64,21 @@ def test_importing_the_event_log_needs_neither_torch_nor_rich():
 # The schema and its page
 
 
+def test_the_page_is_made_from_the_declarations():
+    assert DOCS.read_text() == events_page(), "python -m lockstep.record.events_page > docs/events.md"
+    assert len(EXAMPLES_FILE.read_text().splitlines()) == len(KINDS)
+
+
 def test_the_page_shows_every_kind_and_each_example_is_valid():
-    assert EXAMPLES.keys() == SCHEMA.keys()
+    assert EXAMPLES.keys() == KINDS.keys()
     for event in EXAMPLES.values():
         validate(event)
 
 
 def test_the_page_names_every_field_of_every_kind():
     sections = dict(re.findall(r"^\*\*(\w+)\*\*:(.*?)^```\n", DOCS.read_text(), flags=re.S | re.M))
-    for kind, fields in SCHEMA.items():
-        for field in fields.keys() - {"*"}:
+    for kind, declared in KINDS.items():
+        for field in declared.__annotations__.keys() - {"time", "kind", "attempt"}:
             assert field in sections[kind], f"{kind}.{field}"
 
 
@@ -106,9 +115,10 @@ def test_a_wrong_field_is_refused_by_name(kind: str, change: Event, named: str):
         validate({**EXAMPLES[kind], **change})
 
 
-@pytest.mark.parametrize("kind", sorted(SCHEMA))
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_missing_field_is_named(kind: str):
-    for field in SCHEMA[kind].keys() - {"*"} | {"time", "attempt"}:
+    required: frozenset[str] = vars(KINDS[kind])["__required_keys__"]
+    for field in required - {"kind"}:
         event = {name: value for name, value in EXAMPLES[kind].items() if name != field}
         with pytest.raises(UserError, match=repr(field)):
             validate(event)
@@ -316,19 +326,63 @@ def test_a_reader_that_comes_back_gets_whole_events_only(path: Path):
         file.write(f'{status}}}\n{status}, "text": 2}}\n{status}, "text": "two", "urgent": true}}\n')
         file.write('{"time": 1.0, "kind": "message", "attempt": 1, "level": "error", "text": "three"}\n')
         file.write('{"time": "noon", "kind": "weather", "attempt": 1}\n')
-    found = list(events_from(path, 0))
+    log = LogReader(path)
+    found: list[tuple[int, Event]] = [(log.offset, event) for event in log.events()]
     assert [event and event.get("text", event["kind"]) for _, event in found] == [
         *("one", None, "weather", None, None, "two", "three", None),
     ]
-    assert list(events_from(path, found[4][0])) == found[5:]
+    assert (log.lines, log.damaged) == (8, 4)
+    assert list(LogReader(path, found[4][0]).events()) == [event for _, event in found[5:]]
+    assert list(log.events()) == []
+    write_statuses(path, "four")
+    assert [event and event["kind"] for event in log.events()] == ["status"]
+
+
+def test_a_log_that_is_replaced_is_read_from_its_beginning(path: Path):
+    write_statuses(path, "one", "two")
+    log = LogReader(path)
+    assert len(list(log.read())) == 2
+    path.unlink()
+    write_statuses(path, "three", "four", "five")
+    news = log.read()
+    assert log.is_another
+    assert len(list(news)) == log.lines == 3
+    list(log.read())
+    assert not log.is_another
+
+
+def test_a_line_longer_than_any_event_costs_nothing_but_itself(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log_of_a_run, "LONGEST_LINE", 50_000)
+    monkeypatch.setattr(log_of_a_run, "CHUNK", 1000)
+    write_statuses(path, "one")
+    log = LogReader(path)
+    with path.open("ab") as file:
+        file.write(b"x" * 200_000)
+    assert [type(told) for told in log.read()] == [dict, str]
+    with path.open("ab") as file:
+        file.write(b"x\n")
+    write_statuses(path, "two")
+    assert [told["text"] for told in log.read() if isinstance(told, dict)] == ["two"]
+    assert (log.lines, log.damaged) == (3, 1)
+
+
+def test_a_log_of_an_earlier_version_has_what_that_did_not_know(path: Path):
+    path.parent.mkdir(parents=True)
+    kinds = sorted({kind for kind, _ in ADDED})
+    before = [{name: told for name, told in EXAMPLES[kind].items() if (kind, name) not in ADDED} for kind in kinds]
+    path.write_text("".join(json.dumps(event) + "\n" for event in before))
+    read = {event["kind"]: event for event in read_events(path)}
+    assert list(read) == kinds
+    for (kind, name), default in ADDED.items():
+        assert read[kind][name] == default
+        validate(read[kind])
 
 
 def test_numbers_that_json_has_not_come_back_inside_of_lists(path: Path):
     log = EventLog(path, attempt=1)
     log.emit(**{**EXAMPLES["ranks"], "wait": [math.inf, 0.007]})
     log.close()
-    [(_, event)] = events_from(path, 0)
-    assert event is not None
+    [event] = read_events(path)
     assert event["wait"] == [math.inf, 0.007]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.disk.code import check_same_script
 from lockstep.checkpoint.disk.format import step_folder
 from lockstep.config.layers import Layer, parse_assignments, resolve, to_toml
 from lockstep.config.schema import Config, LaunchConfig
@@ -18,7 +19,6 @@ from lockstep.config.toml import read_toml
 from lockstep.errors import UserError
 from lockstep.record.folder import (
     RunFolder,
-    check_same_script,
     check_same_training,
     choose_folder,
     create_folder,

@@ -21,9 +21,9 @@ from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
 from lockstep.planner.model.find_model import find_model
 from lockstep.record.events import validate
-from lockstep.record.log import read_events
 from lockstep.runtime.rank_env import Place
 from lockstep.sinks.console import Console
+from tests.events import Event, read_events
 
 CUTTING = SetupConfig(batch_norm="micro-batch")
 ALONE = Place(0, 1, 0, 1, 0, 1, None, "python")
@@ -124,7 +124,7 @@ def test_the_console_says_it_in_a_line(machine: str, memory: int | None, told: s
     for seconds in (9.0, 5.0, 0.2):
         measured.step(seconds)
     fields = error_of({"machine": machine, "memory_bytes": 1_900_000_000, "step_seconds": 0.15}, measured)
-    event = {"time": 0.0, "kind": "prediction_error", "attempt": 1, "step": 5, **fields}
+    event: Event = {"time": 0.0, "kind": "prediction_error", "attempt": 1, "step": 5, **fields}
     validate(event)
     shown = StringIO()
     Console(Terminal(file=shown, width=200)).handle(event)

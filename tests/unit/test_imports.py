@@ -87,8 +87,6 @@ NOT_YET = {
     "lockstep.faults.emergency imports lockstep.run",
     "lockstep.faults.nonfinite imports lockstep.engine",
     "lockstep.faults.out_of_memory imports lockstep.engine",
-    "lockstep.record.folder imports lockstep.checkpoint.disk.code",
-    "lockstep.record.folder imports lockstep.checkpoint.disk.format",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.record.events import validate
-from lockstep.record.log import read_events
+from tests.events import read_events
 from tests.runs import Made, run_events, write_run
 
 RUNS = {

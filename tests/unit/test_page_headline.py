@@ -53,7 +53,7 @@ def test_a_run_that_goes_on_says_how_long_with_saving_and_validation_as_so_far()
     assert seconds_left(running) == pytest.approx(248.4)
     assert headline(running).verdict == "Running: step 400 of 1000, about 4 min 8 s left."
     assert verdict("running", steps=400, total_steps=None) == "Running: step 400."
-    assert verdict("running", steps=0) == "Starting: no step is done yet."
+    assert verdict("starting", steps=0) == "Starting: no step is done yet."
 
 
 def test_a_run_that_failed_says_why_and_where_it_can_go_on() -> None:

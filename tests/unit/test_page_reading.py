@@ -13,9 +13,9 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.page.build import build_page
 from lockstep.page.panels import RunPage, as_json
-from lockstep.page.reading import reader as reading
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.reading.summary import Summary
+from lockstep.record import log as reading
 from tests.runs import BEGIN, Made, run_events, write_run
 
 LATER = BEGIN + 1e5

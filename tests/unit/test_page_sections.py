@@ -13,7 +13,7 @@ import pytest
 from lockstep.page.panels import Mark, RunPage, as_json
 from lockstep.page.reading.moments import MOST_MOMENTS, Moments
 from lockstep.page.reading.reader import RunReader
-from lockstep.record.events import Event
+from tests.events import Event
 from tests.runs import BEGIN, GB, Made, run_events, write_run
 
 LATER = BEGIN + 1e6

@@ -300,7 +300,7 @@ def test_a_job_that_waits_in_a_queue_has_a_page(tmp_path: Path) -> None:
     note(RunFolder(folder, 1), JobState("17", "PENDING"))  # all that `lockstep submit` writes to the log
     page = follow(existing_runs([folder]))()
     assert page.live
-    assert page.runs[0].headline.verdict == "Starting: no step is done yet."
+    assert page.runs[0].headline.verdict == "Queued: no step is done yet."
 
 
 def test_of_two_runs_one_may_still_be_waited_for(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.page.advice.choose import advise
-from lockstep.page.panels import State
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.reading.summary import Compared, Summary
 from lockstep.page.sections.headline import headline
-from lockstep.record.events import Event
+from lockstep.record.state import State
+from tests.events import Event
 from tests.runs import BEGIN, GB, Made, run_events, write_run
 
 SOON = BEGIN + 100
@@ -236,11 +236,11 @@ def test_the_state_of_a_run(tmp_path: Path, ending: str, now: float, state: Stat
     assert (found.state, found.attempts[-1].state) == (state, state)
 
 
-def test_a_failure_that_is_restarted_is_still_running_for_a_while(tmp_path: Path) -> None:
+def test_a_failure_that_is_restarted_is_no_end_for_a_while(tmp_path: Path) -> None:
     def until_the_failure(events: list[Event]) -> list[Event]:
         return [event for event in events if event["attempt"] == 1]
 
-    assert changed(tmp_path, RESTARTED, until_the_failure, SOON).state == "running"
+    assert changed(tmp_path, RESTARTED, until_the_failure, SOON).state == "restarting"
     assert changed(tmp_path, RESTARTED, until_the_failure, LATER).state == "failed"
 
 

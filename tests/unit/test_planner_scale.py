@@ -13,6 +13,7 @@ from lockstep.planner.machine.find_machine import find_machine
 from lockstep.planner.model.find_model import find_model
 from lockstep.planner.search.rank_layouts import Asked
 from lockstep.planner.search.scale import Costs, daly, goodput, measured_costs, parse_sizes, scale, young
+from tests.events import Event
 
 
 def test_the_interval_between_checkpoints_is_young_s_and_a_little_more() -> None:
@@ -49,9 +50,11 @@ def test_by_default_16384_gpus_fail_as_often_as_those_of_llama_3() -> None:
 
 
 def test_a_run_tells_how_fast_its_nodes_save() -> None:
-    start = {"kind": "start", "nodes": 2}
-    saves = [{"kind": "checkpoint", "seconds": 4.0, "stall": 1.0, "bytes": size} for size in (8e9, 16e9, 24e9)]
-    back = {"kind": "recovered", "seconds": {"stop": 1.0, "start": 5.0, "load": 3.0, "step": 1.0}}
+    start: Event = {"kind": "start", "nodes": 2}
+    saves: list[Event] = [
+        {"kind": "checkpoint", "seconds": 4.0, "stall": 1.0, "bytes": size} for size in (8e9, 16e9, 24e9)
+    ]
+    back: Event = {"kind": "recovered", "seconds": {"stop": 1.0, "start": 5.0, "load": 3.0, "step": 1.0}}
     costs = measured_costs([start, *saves, back], Costs(), "runs/lm")
     assert (costs.node_gb_s, costs.waited, costs.restart) == (2.0, 0.25, 10.0)
     assert costs.source == "3 checkpoints of runs/lm"

@@ -15,7 +15,8 @@ from lockstep.launch import queue
 from lockstep.launch.follow_job import note_end, note_start
 from lockstep.launch.queue import JobState, check_accepted, history_of, state_of
 from lockstep.record.folder import RunFolder
-from lockstep.record.log import EventLog, read_events
+from lockstep.record.log import EventLog
+from tests.events import read_events
 from tests.runs import Made, write_run
 
 Programs = Callable[..., None]

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.faults.stragglers import Straggler, StragglerWatch, find_straggler, ranks_event
 from lockstep.layout import Layout
-from lockstep.record.events import Event
+from tests.events import Event
 
 
 def ranks(
@@ -122,7 +122,7 @@ def test_it_is_said_once_it_was_seen_twice_and_again_only_when_it_changes() -> N
 def test_the_few_last_steps_of_a_run_say_nothing_unless_they_are_long() -> None:
     for steps, seconds, said in ((2, 0.3, False), (2, 3.0, True), (5, 0.3, True)):
         watch = StragglerWatch(Layout.parse("dp=2"))
-        event = {**ranks([0.1, seconds]), "steps": steps}
+        event: Event = {**ranks([0.1, seconds]), "steps": steps}
         assert (watch.look(event), watch.look(event) is not None) == (None, said)
 
 

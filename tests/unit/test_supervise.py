@@ -35,9 +35,10 @@ from lockstep.record.failure import (
     user_line,
 )
 from lockstep.record.folder import RunFolder, this_attempt
-from lockstep.record.log import EventLog, read_events
+from lockstep.record.log import EventLog
 from lockstep.runtime import stop_signals as early
 from lockstep.runtime.rank_env import LAUNCH
+from tests.events import read_events
 from tests.patience import wait_for
 
 HOST = short_host()

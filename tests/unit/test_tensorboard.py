@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from lockstep.record.log import EventLog, read_events
+from lockstep.record.log import EventLog
 from lockstep.sinks.tensorboard import TensorBoard
+from tests.events import read_events
 from tests.runs import Made, run_events
 
 START: dict[str, Any] = {

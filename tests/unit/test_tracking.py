@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.record.log import EventLog, read_events
+from lockstep.record.log import EventLog
 from lockstep.sinks import tracking
 from lockstep.sinks.scalars import Numbers
 from lockstep.sinks.trackers import Tracker, check_installed
 from lockstep.sinks.tracking import Ending, Sent, follow
+from tests.events import read_events
 from tests.runs import Made, run_events, write_run
 
 
@@ -161,7 +162,8 @@ def test_how_a_run_ended_is_told_also_where_that_takes_two_tries(
 def test_a_run_that_goes_on_after_it_ended_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_run(tmp_path, Made(steps=10))
     assert told(tmp_path, monkeypatch).ending == "finished"
-    events = [*run_events(Made(steps=10)), *run_events(Made(steps=10, ending="killed"))]
+    again = [{**event, "attempt": 2} for event in run_events(Made(steps=10, ending="killed"))]
+    events = [*run_events(Made(steps=10)), *again]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert told(tmp_path, monkeypatch).ending == "stopped"
 

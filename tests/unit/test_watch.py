@@ -19,6 +19,7 @@ from lockstep.sinks.watch_view import Screen, view
 from lockstep.sinks.watched import MOST_POINTS, LossCurve, Watched
 from tests import runs
 from tests.cli.commands import in_this_process
+from tests.events import Event
 from tests.runs import Made, run_events, write_run
 
 LATER = runs.BEGIN + 1e6
@@ -41,15 +42,16 @@ def lines(run: Watched, now: float | None = None, screen: Screen | None = None, 
     return [line.plain for line in view("runs/made", run, at or 0.0, screen or Screen(100), **more)]
 
 
-def last_of(kind: str, made: Made) -> dict[str, Any]:
+def last_of(kind: str, made: Made) -> Event:
     return [event for event in run_events(made) if event["kind"] == kind][-1]
 
 
 def test_a_run_that_has_not_begun_is_waited_for():
     run = Watched()
-    assert lines(run) == ["runs/made  waiting", "no event yet"]
-    run.take({"time": 1.0, "kind": "job", "attempt": 1, "id": "4711", "state": "PENDING"})
-    assert lines(run) == ["runs/made  waiting", "job 4711 is pending"]
+    assert lines(run) == ["runs/made  queued", "no event yet"]
+    job = {"id": "4711", "restart": 0, "reason": "", "nodes": "", "partition": "", "account": "", "exit_code": ""}
+    run.take({"time": 1.0, "kind": "job", "attempt": 1, "state": "PENDING", **job})
+    assert lines(run) == ["runs/made  queued", "job 4711 is pending"]
     assert not run.is_over(LATER)
 
 
@@ -103,17 +105,19 @@ def test_how_busy_a_host_is_and_how_much_of_it_is_the_runs_are_told_apart():
 def test_a_failure_a_restart_and_the_end_are_told_apart():
     made = Made(steps=200, fails_after=[75])
     run = watched(made, until="stop")
-    assert run.state == "failed"
     assert run.last_time is not None
+    assert run.run.state(run.last_time) == "failed"
     assert not run.is_over(run.last_time + 1)  # the launcher may still say that it goes on
     assert run.is_over(LATER)
     run = watched(made, until="failure")
-    assert (run.state, run.is_over(LATER)) == ("restarting", False)
+    assert run.last_time is not None
+    assert (run.run.state(run.last_time + 20), run.is_over(run.last_time + 20)) == ("restarting", False)
+    assert (run.run.state(LATER), run.is_over(LATER)) == ("failed", True), "the launcher has gone too"
     assert lines(run)[2] == "rank 0 on node1 raised ValueError: something broke"
     assert lines(watched(made))[0] == "runs/made  finished  step 200/200 (100 %)  attempt 2"
-    assert watched(Made(steps=60, ending="failed")).state == "failed"
+    assert watched(Made(steps=60, ending="failed")).run.state(LATER) == "failed"
     stopped = watched(Made(steps=60, ending="stop"))
-    assert (stopped.state, stopped.is_over(LATER)) == ("stopped", True)
+    assert (stopped.run.state(LATER), stopped.is_over(LATER)) == ("stopped", True)
     assert "out of time; the same command goes on" in lines(stopped)
 
 
@@ -175,7 +179,7 @@ def test_of_a_step_that_is_done_again_the_later_loss_counts():
 def test_what_cannot_be_read_is_counted_and_hostile_text_is_harmless():
     hostile = {"time": LATER, "kind": "message", "attempt": 1, "level": "warning", "text": "a\x1b[2Jb\nc [bold]"}
     strange = {"time": LATER, "kind": "weather", "attempt": 1}
-    run = watched(Made(steps=5), extra=(hostile, strange, None, None))
+    run = watched(Made(steps=5), extra=(hostile, strange, "not JSON", "without a kind"))
     shown = lines(run)
     assert "warning: a [2Jb c [bold]" in shown
     assert shown[-1] == "2 lines of the log could not be read"

@@ -69,34 +69,20 @@ def jobs_command(
 def _line(path: Path) -> RunLine:
     from lockstep.launch.follow_job import note_end
     from lockstep.launch.queue import state_of
-    from lockstep.record.folder import RunFolder
-    from lockstep.record.log import events_from
+    from lockstep.record.folder import RunFolder, look_back
 
-    folder = RunFolder(path, 1)
-    state, step, total, loss, starts, job, job_state, lost = "waiting", None, None, None, 0, None, None, 0
-    for _, event in events_from(folder.events, 0):
-        if event is None:
-            lost += 1
-            continue
-        match event["kind"]:
-            case "start":
-                state, total, starts = "unfinished", event["total_steps"], starts + 1
-            case "step":
-                step, loss = event["step"], event["loss"]
-            case "stop":
-                state = "stopped" if event["reason"] != "failed" else "failed"
-            case "failure" if not event["restarted"]:
-                state = "failed"
-            case "end":
-                state = "finished"
-            case "job":
-                job, job_state = event["id"], event["state"]
-    if job is not None and job_state in ("PENDING", "RUNNING") and (now := state_of(job)) is not None:
-        job_state = now.state
-        if now.is_over:
-            note_end(folder, now)
-    changed = folder.events.stat().st_mtime
-    return RunLine(str(path), state, step, total, loss, starts, job, job_state, changed, lost)
+    folder, run = RunFolder(path, 1), look_back(path)
+    job_state = run.job_state
+    if run.job is not None and job_state in ("PENDING", "RUNNING") and (slurm := state_of(run.job)) is not None:
+        job_state = slurm.state
+        if slurm.is_over:
+            note_end(folder, slurm)
+            run = look_back(path)
+    state = run.state(time.time())
+    step = run.step or None
+    return RunLine(
+        str(path), state, step, run.total_steps, run.loss, run.starts, run.job, job_state, run.changed, run.damaged
+    )
 
 
 def _ago(when: float) -> str:

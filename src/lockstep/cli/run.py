@@ -25,13 +25,13 @@ def run_command(
     **launch: Any,
 ) -> int:
     """Launch your own training script on all devices of this machine; options stand before the script."""
-    from lockstep.checkpoint.disk.code import accept_by_name, check_code_on_disk
+    from lockstep.checkpoint.disk.code import accept_by_name, check_code_on_disk, check_same_script
     from lockstep.config.layers import parse_assignments
     from lockstep.config.schema import script_config
     from lockstep.config.selection import ranks_of
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import AUTO, Layout
-    from lockstep.record.folder import check_same_script, name_after
+    from lockstep.record.folder import name_after
     from lockstep.sinks.trackers import check_installed
 
     accept_by_name(launch["accept"])

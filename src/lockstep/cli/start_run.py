@@ -43,7 +43,7 @@ def choose_run(name: str, options: Mapping[str, Any], terminal: Terminal) -> Run
 
     run_dir, resume, job = options["run_dir"], options["resume"], find_allocation()
     # Slurm may have lost sight of the start that finished it.
-    if run_dir is not None and job is not None and job.restart > 0 and look_back(run_dir).kind == "end":
+    if run_dir is not None and job is not None and job.restart > 0 and look_back(run_dir).is_finished:
         say(terminal, f"{run_dir} is finished")
         return None
     folder = choose_folder(name, run_dir, resume)
@@ -128,10 +128,10 @@ def result_of(folder: RunFolder, code: int) -> dict[str, Any]:
     from lockstep.record.log import read_events, without_non_finite
 
     result: dict[str, Any] = {"run": str(folder.path), "exit": code}
-    last = {event["kind"]: event for event in read_events(folder.events)} if folder.events.exists() else {}
-    if end := last.get("end"):
-        result |= {key: end[key] for key in ("step", "loss", "best_loss", "best_step", "metrics", "seconds")}
-    if test := last.get("test"):
-        result["test"] = {key: test[key] for key in ("step", "loss", "metrics", "samples")}
+    for event in read_events(folder.events) if folder.events.exists() else ():
+        if event["kind"] == "end":
+            result |= {key: value for key, value in event.items() if key not in ("time", "kind", "attempt")}
+        elif event["kind"] == "test":
+            result["test"] = {key: event[key] for key in ("step", "loss", "metrics", "samples")}
     finite: dict[str, Any] = without_non_finite(result)
     return finite

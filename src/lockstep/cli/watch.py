@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.page.reading.reader import RunReader
     from lockstep.page.reading.summary import Summary
     from lockstep.record.events import Event
+    from lockstep.record.log import LogReader
     from lockstep.sinks.watched import Watched
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -42,7 +43,7 @@ def watch_command(
     watched = Watched()
     try:
         if once:
-            deque(_Log(folder, watched).news(), maxlen=0)
+            deque(_news(_log(folder), watched), maxlen=0)
             _print(folder, watched, terminal)
         elif terminal.is_interactive:
             _live(folder, watched, terminal)
@@ -51,27 +52,21 @@ def watch_command(
     except KeyboardInterrupt:
         terminal.print("not shown any more; the run goes on as it was", style="dim")
         return 0
-    return 1 if watched.state == "failed" else 0
+    return 1 if watched.run.state(time.time()) == "failed" else 0
 
 
-class _Log:
-    """The log of a run, and how far it was read."""
+def _log(folder: Path) -> LogReader:
+    from lockstep.record.folder import EVENTS
+    from lockstep.record.log import LogReader
 
-    def __init__(self, folder: Path, watched: Watched) -> None:
-        from lockstep.record.folder import EVENTS
+    return LogReader(folder / EVENTS)
 
-        self._path = folder / EVENTS
-        self._watched = watched
-        self._offset = 0
 
-    def news(self) -> Iterator[Event | None]:
-        """What was written since, taken in; None is a line that could not be read."""
-        from lockstep.record.log import events_from
-
-        for offset, event in events_from(self._path, self._offset):
-            self._offset = offset
-            self._watched.take(event)
-            yield event
+def _news(log: LogReader, watched: Watched) -> Iterator[Event | None]:
+    """What was written since, taken in; None is a line that could not be read."""
+    for told in log.read():
+        yield watched.take(told)
+    watched.run.changed = log.changed
 
 
 def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
@@ -79,11 +74,11 @@ def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    adviser, log = _Adviser(folder), _Log(folder, watched)
+    adviser, log = _Adviser(folder), _log(folder)
     threading.Thread(target=adviser.look_now_and_then, daemon=True).start()
     with Live(console=terminal, screen=True, auto_refresh=False) as live:
         while True:
-            has_more = _read_for_a_moment(log)
+            has_more = _read_for_a_moment(log, watched)
             live.update(Group(*_view(folder, watched, terminal, adviser.advice, low=True)), refresh=True)
             if not has_more and watched.is_over(time.time()):
                 break
@@ -91,10 +86,10 @@ def _live(folder: Path, watched: Watched, terminal: Terminal) -> None:
     _print(folder, watched, terminal)
 
 
-def _read_for_a_moment(log: _Log) -> bool:
+def _read_for_a_moment(log: LogReader, watched: Watched) -> bool:
     """Read on, but not for long; whether there is more."""
     end = time.monotonic() + SECONDS_OF_READING
-    return any(time.monotonic() > end for _ in log.news())
+    return any(time.monotonic() > end for _ in _news(log, watched))
 
 
 def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
@@ -102,14 +97,15 @@ def _lines(folder: Path, watched: Watched, terminal: Terminal) -> None:
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 
-    console, log = Console(terminal), _Log(folder, watched)
+    console, log = Console(terminal), _log(folder)
     was_silent = False
     while True:
-        for event in log.news():
-            if event is not None and event["kind"] == "failure":  # the console leaves it to the launcher
-                again = "; it is started again" if event["restarted"] else ""
-                event = {"kind": "message", "level": "warning", "text": f"{event['text']}{again}"}
-            if event is not None:
+        for event in _news(log, watched):
+            if event is None:
+                continue
+            if event["kind"] == "failure":  # the console leaves it to the launcher
+                console.say(f"{event['text']}{'; it is started again' * event['restarted']}", "warning")
+            else:
                 console.handle(event)
         if watched.is_over(time.time()):
             break
@@ -131,7 +127,7 @@ def _print(folder: Path, watched: Watched, terminal: Terminal) -> None:
     adviser.look()
     terminal.print(*_view(folder, watched, terminal, adviser.advice, low=False), sep="\n")
     now = time.time()
-    if adviser.summary is not None and (watched.is_over(now) or watched.is_lost(now)):
+    if adviser.summary is not None and (watched.is_over(now) or watched.run.state(now) == "lost"):
         print_closing(adviser.summary, folder, terminal)
 
 

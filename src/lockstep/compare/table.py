@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
-from lockstep.record.events import Event
+from lockstep.record.events import Event, RanksEvent, StartEvent, StepEvent
 from lockstep.record.log import without_non_finite
 from lockstep.text.charts import Series, line_chart
 from lockstep.text.units import how_many
@@ -112,25 +112,32 @@ def warm_up_steps(steps: int) -> int:
 
 def read_run(events: Iterable[Event]) -> Timed:
     """What a finished run's event log says of its speed."""
-    of: dict[str, list[Event]] = {}
+    starts: list[StartEvent] = []
+    steps: list[StepEvent] = []
+    told: list[RanksEvent] = []
     for event in events:
-        of.setdefault(event["kind"], []).append(event)
-    if not of.get("step") or not of.get("ranks"):
+        match event["kind"]:
+            case "start":
+                starts.append(event)
+            case "step":
+                steps.append(event)
+            case "ranks":
+                told.append(event)
+    if not steps or not told:
         raise UserError("the run has done no step", "give it more --steps")
-    steps = of["step"]
     first = warm_up_steps(steps[-1]["step"])
     timed = [event for event in steps if event["step"] > first]
-    ranks = [event for event in of["ranks"] if event["step"] - event["steps"] >= first] or of["ranks"][-1:]
+    ranks = [event for event in told if event["step"] - event["steps"] >= first] or told[-1:]
     whole = sum(event["steps"] * event["seconds"] for event in ranks)
     waited = sum(event["steps"] * sum(event["wait"]) / len(event["wait"]) for event in ranks)
     return Timed(
         step=median(event["seconds"] for event in timed),
         items=sum(event["items"] for event in timed) / len(timed),
-        item=of["start"][-1]["item"],
+        item=starts[-1]["item"],
         loss=last if (last := steps[-1]["loss"]) is not None and math.isfinite(last) else None,
-        memory=max(max(event["memory"]) for event in of["ranks"]),
+        memory=max(max(event["memory"]) for event in told),
         waiting=waited / whole,
-        steps_per_epoch=of["start"][-1]["steps_per_epoch"],
+        steps_per_epoch=starts[-1]["steps_per_epoch"],
     )
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lockstep.layout import Layout
-from lockstep.record.events import Event
+from lockstep.record.events import RankTimesTold
 from lockstep.text.units import rounded
 
 Cause = Literal["input", "compute", "communication"]
@@ -34,7 +34,7 @@ class Straggler:
     text: str
 
 
-def ranks_event(told: Sequence[Mapping[str, Any]]) -> Event:
+def ranks_event(told: Sequence[Mapping[str, Any]]) -> RankTimesTold:
     """The fields of a `ranks` event, seconds of a mean step, from what every rank tells of its own steps."""
     steps = told[0]["steps"]
 
@@ -56,7 +56,7 @@ def ranks_event(told: Sequence[Mapping[str, Any]]) -> Event:
     }
 
 
-def find_straggler(ranks: Event, layout: Layout) -> Straggler | None:
+def find_straggler(ranks: RankTimesTold, layout: Layout) -> Straggler | None:
     """What holds the steps of a `ranks` event up, if anything does."""
     return _slow_rank(ranks, layout) or _slow_place(ranks, layout) or _slow_together(ranks, layout)
 
@@ -69,7 +69,7 @@ class StragglerWatch:
         self._found: tuple[int | None, Cause] | None = None
         self._said: tuple[int | None, Cause] | None = None
 
-    def look(self, ranks: Event) -> Straggler | None:
+    def look(self, ranks: RankTimesTold) -> Straggler | None:
         """The straggler to tell people of now, after one more `ranks` event."""
         if ranks["steps"] < LEAST_STEPS and ranks["steps"] * ranks["seconds"] < LONG_ENOUGH:
             return None
@@ -81,16 +81,16 @@ class StragglerWatch:
         return straggler
 
 
-def _slow_rank(ranks: Event, layout: Layout) -> Straggler | None:
+def _slow_rank(ranks: RankTimesTold, layout: Layout) -> Straggler | None:
     """The rank that reads or computes longer than its equals: all ranks, or those of its place in the pipeline."""
     everybody = list(range(len(ranks["hosts"])))
-    groups: list[tuple[Cause, list[int]]] = [("input", everybody)]
+    groups: list[tuple[Literal["input", "compute"], list[int]]] = [("input", everybody)]
     groups += [("compute", place) for place in _places(layout)]
-    found: list[tuple[float, Cause, int, float, int]] = []
+    found: list[tuple[float, Literal["input", "compute"], int, float, int]] = []
     for cause, group in groups:
         if len(group) < 2:
             continue
-        seconds: Sequence[float] = ranks[cause]
+        seconds = ranks[cause]
         slowest = max(group, key=lambda rank: seconds[rank])
         others = median(seconds[rank] for rank in group if rank != slowest)
         fair = [others * share for share in _shares(ranks, cause, group, slowest)]
@@ -114,14 +114,14 @@ def _slow_rank(ranks: Event, layout: Layout) -> Straggler | None:
     return Straggler(rank, host, cause, took, others, text)
 
 
-def _shares(ranks: Event, cause: Cause, group: Sequence[int], slowest: int) -> list[float]:
+def _shares(ranks: RankTimesTold, cause: Cause, group: Sequence[int], slowest: int) -> list[float]:
     """How much longer than the others each rank may take, because a batch that does not divide gave it more samples."""
-    samples: Sequence[int] = ranks["samples"]
+    samples = ranks["samples"]
     usual = median(samples[rank] for rank in group if rank != slowest)
     return [max(1.0, samples[rank] / usual) if cause == "compute" and usual else 1.0 for rank in group]
 
 
-def _slow_place(ranks: Event, layout: Layout) -> Straggler | None:
+def _slow_place(ranks: RankTimesTold, layout: Layout) -> Straggler | None:
     """The place of a pipeline that computes longer than the others."""
     places = _places(layout)
     if len(places) < 2:
@@ -141,7 +141,7 @@ def _slow_place(ranks: Event, layout: Layout) -> Straggler | None:
     return Straggler(rank, host, "compute", seconds[slowest], others, text)
 
 
-def _slow_together(ranks: Event, layout: Layout) -> Straggler | None:
+def _slow_together(ranks: RankTimesTold, layout: Layout) -> Straggler | None:
     """What all ranks stand still for."""
     waits, reads = median(ranks["wait"]), median(ranks["input"])
     whole = f"of a step of {ranks['seconds']:.3f} s"
@@ -162,12 +162,12 @@ def _places(layout: Layout) -> list[list[int]]:
     return layout.ranks_along("dp", "fsdp", "cp", "tp")
 
 
-def _is_slow(more: float, ranks: Event) -> bool:
-    return more >= max(LEAST_SECONDS, LEAST_SHARE * float(ranks["seconds"]))
+def _is_slow(more: float, ranks: RankTimesTold) -> bool:
+    return more >= max(LEAST_SECONDS, LEAST_SHARE * ranks["seconds"])
 
 
-def _is_most(seconds: float, ranks: Event) -> bool:
-    return seconds >= max(LEAST_SECONDS, MOST_WAITING * float(ranks["seconds"]))
+def _is_most(seconds: float, ranks: RankTimesTold) -> bool:
+    return seconds >= max(LEAST_SECONDS, MOST_WAITING * ranks["seconds"])
 
 
 def _those(cause: Cause) -> str:

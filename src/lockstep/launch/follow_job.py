@@ -76,7 +76,7 @@ def _watch_states(job: str, console: Console, over: threading.Event, last: list[
         state = state_of(job)
         if state is not None and (not last or state != last[-1]):
             last.append(state)
-            console.handle({"kind": "message", "text": job_text(state.event), "level": "info"})
+            console.say(job_text(state.event))
         if state is not None:
             if state.is_over and (ended_before or state.state in ("COMPLETED", "CANCELLED")):
                 over.set()

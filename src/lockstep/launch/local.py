@@ -39,7 +39,7 @@ def launch(
     what = f"starting {nproc} process{'es' if nproc > 1 else ''}"
     what += "" if nodes.is_alone else f", waiting for {nodes.least} nodes at {nodes.head}"
     if nodes.speaks:
-        console.handle({"kind": "status", "text": what})
+        console.show_status(what)
     scratch = tempfile.mkdtemp(prefix="lockstep-")
     told = {"run_dir": str(folder.path), "attempt": folder.attempt, "scratch": scratch, "began": time.time(), **told}
     os.environ["LOCKSTEP_RUN_DIR"] = str(folder.path)
@@ -54,7 +54,7 @@ def launch(
 
     def say(text: str, level: str) -> None:
         if nodes.speaks:
-            console.handle({"kind": "message", "text": text, "level": level})
+            console.say(text, level)
 
     with stop_signals.noting():
         nursery = Nursery(worker)  # it imports torch while this process does

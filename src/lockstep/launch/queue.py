@@ -12,9 +12,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from lockstep.errors import UserError
+from lockstep.record.events import JobTold
 from lockstep.record.folder import EVENTS
 from lockstep.record.log import read_events
 
@@ -47,10 +48,10 @@ class JobState:
         return self.state in OVER
 
     @property
-    def event(self) -> dict[str, Any]:
+    def event(self) -> JobTold:
         """The fields of a `job` event."""
         fields = asdict(self)
-        return {"id": fields.pop("job"), "restart": fields.pop("restarts"), **fields}
+        return cast(JobTold, {"id": fields.pop("job"), "restart": fields.pop("restarts"), **fields})
 
 
 def check_accepted(script: Path) -> None:

@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 
-from lockstep.record.events import Event
+from lockstep.record.events import HostTold, MachinesTold, ProcessesTold
 from lockstep.runtime.host.gpus import has_driver
 from lockstep.runtime.host.machine import cpu_quota
 from lockstep.runtime.host.sensors import Counts, GpuReading, Look, Sensors, descendants
@@ -208,11 +208,11 @@ def _gpu_told(gpu: GpuReading, seen: _Seen) -> dict[str, Any]:
     }
 
 
-def machine_event(told: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Event:
+def machine_event(told: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> MachinesTold:
     """The fields of a `machine` event, from what every rank tells and the names of the ranks' hosts."""
     return {
         "hosts": [_host(told, hosts, rank) for rank in _first_of_nodes(told) if told[rank]["host"] is not None],
-        "ranks": {name: [rank[name] for rank in told] for name in ("cores", "memory", "threads", "workers")},
+        "ranks": cast(ProcessesTold, {name: [rank[name] for rank in told] for name in ProcessesTold.__annotations__}),
     }
 
 
@@ -225,7 +225,7 @@ def _first_of_nodes(told: Sequence[Mapping[str, Any]]) -> list[int]:
     return [firsts[node] for node in sorted(firsts)]
 
 
-def _host(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int) -> dict[str, Any]:
+def _host(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int) -> HostTold:
     here = {rank: own for rank, own in enumerate(told) if own["node"] == told[first]["node"]}
     measured = dict(told[first]["host"])
     may_use, quota = 0, measured.pop("quota")
@@ -236,12 +236,8 @@ def _host(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int) -
     for gpu in measured.pop("gpus"):
         identity = set(gpu.pop("identity"))
         gpus.append({**gpu, "ranks": [rank for rank, own in here.items() if identity & set(own["gpu"])]})
-    return {
-        "host": hosts[first],
-        "cores": cores if quota is None else min(cores, math.ceil(quota)),
-        **measured,
-        "gpus": gpus,
-    }
+    cores = cores if quota is None else min(cores, math.ceil(quota))
+    return cast(HostTold, {"host": hosts[first], "cores": cores, **measured, "gpus": gpus})
 
 
 def processor_seconds() -> float:

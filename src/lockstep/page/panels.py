@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lockstep.record.state import State
+
 NO_ADVICE = "Nothing stands out."
 Number = float | None
 Level = Literal["good", "info", "warning", "error"]
-State = Literal["running", "finished", "stopped", "failed", "lost"]
-"""`lost`: no event says that it ended, and none came for long."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lockstep.config.schema import Config, LaunchConfig, script_config
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, nearest, reason
 from lockstep.record.failure import short_host
-from lockstep.record.log import read_events, read_heads
+from lockstep.record.state import RunState, read_state
 from lockstep.runtime.slurm_env import Allocation, find_allocation
 
 CONFIG = "config.toml"
@@ -123,8 +123,8 @@ def choose_folder(name: str, run_dir: Path | None = None, resume: str = "auto", 
 
 
 def _going_on(path: Path) -> RunFolder:
-    history = look_back(path)
-    return RunFolder(path, max(1, history.attempt) + 1, history.lost)
+    run = look_back(path)
+    return RunFolder(path, max(1, run.attempt) + 1, run.damaged)
 
 
 def existing_runs(paths: Sequence[Path]) -> list[Path]:
@@ -181,8 +181,7 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
 
 def take_back(folder: RunFolder, made: list[Path]) -> None:
     """Remove a run that was refused before it began, if it is a new one, and the folders made for it."""
-    began = folder.events.exists() and any(event["kind"] == "start" for event in read_events(folder.events))
-    if began or folder.continues:
+    if folder.continues or look_back(folder.path).starts:
         return
     if folder.path not in made:  # it had imported weights, which stay
         for path in folder.path.iterdir():
@@ -299,25 +298,6 @@ def check_same_training(folder: RunFolder, config: Config) -> None:
             )
 
 
-def check_same_script(folder: RunFolder, script: Path) -> None:
-    """Refuse to go on with a run that something else began."""
-    if not folder.continues:
-        return
-    from lockstep.checkpoint.disk.code import saved_code
-    from lockstep.checkpoint.disk.format import steps_on_disk
-
-    stored = read_toml(folder.path / CONFIG)
-    began = stored.get("script")
-    if began is None and (not steps_on_disk(folder.path) or script.name in saved_code(folder.path)[1]):
-        return  # it begins anew, or a Trainer has put its own config in the place of the script's
-    if began is None or Path(began).name != script.name:
-        trained = f"lockstep train {stored['recipe']}" if "recipe" in stored else "another script"
-        raise UserError(
-            f"{folder.path} is an unfinished run of {began or trained}, not of {script}",
-            "use --name for a new run, or --resume never",
-        )
-
-
 def _numbered(path: Path) -> Iterator[Path]:
     yield path
     for number in range(2, 100_000):
@@ -336,51 +316,17 @@ def _look(path: Path) -> str:
         if not (path / CONFIG).is_file():
             raise UserError(f"{path} is not a run folder (it has no {CONFIG})", "give another name or --run-dir")
         (path / CONFIG).read_bytes()
-        return "finished" if look_back(path).kind == "end" else "unfinished"
+        return "finished" if look_back(path).is_finished else "unfinished"
     except OSError as error:
         raise UserError(f"cannot read the run folder {path}", reason(error)) from None
 
 
-@dataclass(frozen=True)
-class History:
-    """What the events of a run say of it until now: zeros and None before there are any."""
-
-    attempt: int = 0
-    step: int = 0
-    micro_batch: int | None = None
-    most: int | None = None
-    """The micro-batch that memory had room for, where it ran out since the attempt that was asked for."""
-    kind: str | None = None
-    """The last event's."""
-    lost: int = 0
-    """Lines that cannot be read."""
-
-
-def look_back(path: Path, first: int = 1) -> History:
-    """Read the events of a run folder once, and those of memory from the attempt `first` on."""
-    attempt, step, micro_batch, most, kind, lost = 0, 0, None, None, None, 0
-    for event in read_heads(path / EVENTS) if (path / EVENTS).exists() else ():
-        if event is None:
-            lost += 1
-            continue
-        if event["kind"] == "job":  # told from outside, at any time
-            continue
-        kind = event["kind"]
-        attempt = max(attempt, event["attempt"])
-        if kind == "step":
-            step = _whole(event.get("step")) or step  # a log of another version may have less to say
-        elif kind == "start":
-            micro_batch = _whole(event.get("micro_batch"))
-        elif kind == "failure" and event["attempt"] >= first:
-            most = _whole(event.get("micro_batch")) or most
-    return History(attempt, step, micro_batch, most, kind, lost)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+def look_back(path: Path) -> RunState:
+    """What the events of a run folder say of it until now."""
+    return read_state(path / EVENTS)
 
 
 def this_attempt(path: Path, first: int) -> tuple[int, int | None]:
     """The number of the start that begins now, where a launcher's first was `first`; and its largest micro-batch."""
-    history = look_back(path, first)
-    return max(first, history.attempt + 1), history.most
+    run = look_back(path)
+    return max(first, run.attempt + 1), run.most_since(first)

@@ -1,7 +1,7 @@
 """The event log of a run: everything observable is one JSON object a line in `events.jsonl`.
 
-Rank 0 writes it with `EventLog`; the progress bar, TensorBoard, the live page and tests only read it, from
-the file (`read_events`, `follow_events`) or as a `Reader` of the log. docs/events.md explains every field.
+Rank 0 writes it with `EventLog`; the progress bar, TensorBoard, the live page and tests only read it, all with one
+`LogReader`, which copes with whatever is in the file, or as a `Reader` of the log. docs/events.md explains every field.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from time import sleep
 from time import time as now
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import orjson
 
 from lockstep.errors import UserError
-from lockstep.record.events import NUMBER, NUMBER_OR_NULL, SCHEMA, Event, Shape, are_plainly, has_head, validate
+from lockstep.record.events import Event, settled, validate
+
+CHUNK = 1 << 22
+LONGEST_LINE = 1 << 26
+"""Bytes: what is longer was not written by a run."""
+HEAD = 256
+"""So many bytes of the beginning tell one log from another in the same place."""
+LATEST = 1e11
+"""Unix time: no clock is further off than this. Attempts and steps are fewer too."""
 
 
 class Reader(Protocol):
@@ -58,10 +66,10 @@ class EventLog:
         lines: list[bytes] = []
         try:
             for time, kind, fields in told:
-                event: Event = {"time": round(time, 6), "kind": kind, "attempt": self._attempt, **fields}
+                event = {"time": round(time, 6), "kind": kind, "attempt": self._attempt, **fields}
                 validate(event)
                 lines.append(_as_line(event))
-                events.append(event)
+                events.append(cast(Event, event))
         finally:
             self._append(b"".join(lines), events)
 
@@ -81,7 +89,7 @@ class EventLog:
             self._open.close()
 
 
-def _as_line(event: Event) -> bytes:
+def _as_line(event: Mapping[str, Any]) -> bytes:
     """JSON by the fast writer, where it writes what json would: it has no half surrogates, and null for a NaN."""
     try:
         line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
@@ -92,27 +100,111 @@ def _as_line(event: Event) -> bytes:
     return json.dumps(without_non_finite(event), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def parsed(line: bytes) -> Any:
-    """What a line of a log says, by the fast reader, and where that does not understand it by the patient one."""
+class LogReader:
+    """Follows a log that may not be there yet: every line once, in pieces, and again where the file has grown.
+
+    Nothing in the file makes it raise: a line that is no event costs nothing but itself, and is counted.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self._begin(offset)
+
+    def _begin(self, offset: int) -> None:
+        self.offset = offset
+        """Behind the last line that was given."""
+        self.lines = 0
+        """How many were read, whatever is in them."""
+        self.damaged = 0
+        """How many of these were no event that can be used."""
+        self.torn = 0
+        """Bytes behind the last newline: what a crash leaves, or what is being written."""
+        self.changed = 0.0
+        self.is_another = False
+        """Whether the last look found another file in the place of the one before, and began anew."""
+        self._passes_over = False
+        self._file: tuple[int, int] | None = None
+        self._head = b""
+
+    def read(self) -> Iterator[dict[str, Any] | str]:
+        """What was written since, line by line: an object that has the head of an event, or a text that says why not.
+
+        What else it lacks is not looked at here: of an event of another version, or a damaged one, that much is right.
+        """
+        self.is_another = False
+        try:
+            # Opened anew for each look: network file systems show what other hosts wrote only from open to open.
+            file = self.path.open("rb")
+            state, head = os.fstat(file.fileno()), file.read(HEAD)
+            is_same = self._file in (None, (state.st_dev, state.st_ino)) and head.startswith(self._head)
+            if is_another := not is_same or state.st_size < self.offset:
+                self._begin(0)
+            self.is_another, self.changed = is_another, state.st_mtime
+            self._file, self._head = (state.st_dev, state.st_ino), head[: self.offset]
+        except FileNotFoundError:
+            return iter(())
+        return self._lines_in(file, head)
+
+    def _lines_in(self, file: IO[bytes], head: bytes) -> Iterator[dict[str, Any] | str]:
+        with file:
+            file.seek(self.offset)
+            rest = b""
+            while chunk := file.read(CHUNK):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self.offset += len(line) + 1
+                    if self._passes_over:  # this is how a line ends that was too long
+                        self._passes_over = False
+                        continue
+                    self.lines += 1
+                    told = _parse(line)
+                    if told:
+                        self.damaged += type(told) is str
+                        yield told
+                if len(rest) > LONGEST_LINE:
+                    self.offset += len(rest)
+                    rest = b""
+                    if not self._passes_over:
+                        self._passes_over = True
+                        self.lines += 1
+                        self.damaged += 1
+                        yield "longer than any event"
+            self.torn, self._head = len(rest), head[: self.offset]
+
+    def events(self) -> Iterator[Event | None]:
+        """The same as events, each as its kind is declared; None for a line that is not."""
+        for told in self.read():
+            event = settled(told) if isinstance(told, dict) else None
+            self.damaged += event is None and isinstance(told, dict)
+            yield event
+
+
+def _parse(line: bytes) -> dict[str, Any] | str:
+    """The object of a line by the fast reader, and where that does not understand it by the patient one."""
     try:
-        return orjson.loads(line)
+        event = orjson.loads(line)
     except ValueError:
-        return json.loads(line.decode(errors="replace"))
+        try:
+            event = json.loads(line.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            return "not JSON" if line.strip() else ""
+    if type(event) is not dict:
+        return "JSON, but no object"
+    if type(event.get("kind")) is not str:
+        return "without a kind"
+    time, attempt = event.get("time"), event.get("attempt")
+    if (type(time) is not float and type(time) is not int) or not 0 <= time < LATEST:
+        return "without a time that can be"
+    if type(attempt) is not int or not 0 < attempt < LATEST:
+        return "without the number of an attempt"
+    return event
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a log so far, oldest first. Lines that cannot be read, and a torn last one, are passed over."""
     if not path.exists():
         raise UserError(f"there is no event log at {path}", "name the folder of a run that has started")
-    return (event for _, event in events_from(path, 0) if event is not None)
-
-
-def read_heads(path: Path) -> Iterator[Event | None]:
-    """Every line of a log that has the time, kind and attempt of an event, whatever else it lacks; None for others.
-
-    For whoever only asks how far a run is: of an event of another version, or a damaged one, that much may be right.
-    """
-    return (_parse(line) for line in _complete_lines(path, 0))
+    return (event for event in LogReader(path).events() if event is not None)
 
 
 def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
@@ -120,59 +212,13 @@ def follow_events(path: Path, stopped: Callable[[], bool]) -> Iterator[Event]:
 
     Ends once `stopped()` is true and everything written before that was given.
     """
-    offset = 0
+    log = LogReader(path)
     while True:
         last_round = stopped()  # asked before reading, so that nothing written before the stop is missed
-        for behind, event in events_from(path, offset):
-            offset = behind
-            if event is not None:
-                yield event
+        yield from (event for event in log.events() if event is not None)
         if last_round:
             return
         sleep(0.1)
-
-
-def events_from(path: Path, offset: int) -> Iterator[tuple[int, Event | None]]:
-    """What is in a log behind an offset, each event with the offset behind it; None for a line that cannot be read.
-
-    A damaged line costs nothing but itself: every event that comes has the fields of its kind, each of its type.
-    Where there is no file yet there is nothing in it.
-    """
-    try:
-        for line in _complete_lines(path, offset):
-            offset += len(line)
-            yield offset, _checked(_parse(line))
-    except FileNotFoundError:
-        return
-
-
-def _complete_lines(path: Path, offset: int) -> Iterator[bytes]:
-    # Opened anew for each look: network file systems show what other hosts wrote only from open to open.
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield line
-
-
-def _parse(line: bytes) -> Event | None:
-    try:
-        event = parsed(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not has_head(event):
-        return None
-    return {name: _with_non_finite(value, SCHEMA.get(event["kind"], {}).get(name)) for name, value in event.items()}
-
-
-def _checked(event: Event | None) -> Event | None:
-    """An event that has the fields of its kind, each of its type, and None for others."""
-    if event is not None:
-        with suppress(UserError):
-            validate(event, of_any_version=True)
-            return event
-    return None
 
 
 def _cut_torn_line(descriptor: int) -> None:
@@ -201,14 +247,4 @@ def without_non_finite(value: Any) -> Any:
         return [without_non_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _with_non_finite(value: Any, shape: Shape | None) -> Any:
-    if isinstance(shape, Mapping) and isinstance(value, dict):
-        return {name: _with_non_finite(item, shape.get(name, shape.get("*"))) for name, item in value.items()}
-    if isinstance(shape, list) and isinstance(value, list) and not are_plainly(value, shape[0]):
-        return [_with_non_finite(item, shape[0]) for item in value]
-    if shape in (NUMBER, NUMBER_OR_NULL) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
     return value

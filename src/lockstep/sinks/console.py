@@ -15,11 +15,22 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.record.events import Event
+from lockstep.record.events import (
+    EndEvent,
+    Event,
+    JobTold,
+    MetricTold,
+    PredictionErrorEvent,
+    StartEvent,
+    StepEvent,
+    TestEvent,
+    ValidationEvent,
+)
 from lockstep.text.console_text import clock, number, printable
 from lockstep.text.units import beside_prediction, bytes_text, count_text, seconds_text
 
 BAR_WIDTH = 24
+HEAD_FIELDS = ("time", "kind", "attempt")
 SECONDS_BETWEEN_PLAIN_STEPS = 60.0
 
 
@@ -31,11 +42,11 @@ class Console:
         self._live: Live | None = None
         self._spinner = Spinner("dots" if terminal.encoding.startswith("utf") else "line")
         self._baseline: tuple[str, float] | None = None
-        self._validation: Event | None = None
+        self._validation: ValidationEvent | None = None
         self._status = ""
         # What follows belongs to one attempt and begins anew with each start event.
-        self._start: Event | None = None
-        self._step: Event | None = None
+        self._start: StartEvent | None = None
+        self._step: StepEvent | None = None
         self._pace = Pace()
         self._logged: dict[str, float] = {}
         self._plain_due = 0.0
@@ -49,7 +60,7 @@ class Console:
                 self._line(start_text(event), "bold")
                 self._show_live()
             case "status":
-                self._show_status(event["text"])
+                self.show_status(event["text"])
             case "step":
                 self._show_step(event)
             case "metric":
@@ -74,15 +85,13 @@ class Console:
             case "sample":
                 self._line(f"step {event['step']} | sample:", "dim")
                 self._line(textwrap.indent(event["prompt"] + event["text"], "  "))
-            case "message" if event["level"] == "warning":
-                self._line(f"warning: {event['text']}", "yellow")
-            case "alarm":
-                self._line(f"warning: {event['text']}", "yellow")
             case "message":
-                self._line(event["text"])
+                self.say(event["text"], event["level"])
+            case "alarm":
+                self.say(event["text"], "warning")
             case "config":
-                names = [name for name in event if name not in ("time", "kind", "attempt")]
-                self._line("chosen: " + ", ".join(f"{name} = {event[name]}" for name in names))
+                chosen = [f"{name} = {value}" for name, value in event.items() if name not in HEAD_FIELDS]
+                self._line(f"chosen: {', '.join(chosen)}")
             case "job":
                 self._line(job_text(event), "dim")
             case "prediction_error":
@@ -94,6 +103,11 @@ class Console:
             case "end":
                 self.close()
                 self._line(_end_text(event, self._validation, self._baseline), "bold")
+
+    def say(self, text: str, level: str = "info") -> None:
+        """A remark in a line of its own; one that matters is a warning."""
+        is_warning = level == "warning"
+        self._line(f"warning: {text}" if is_warning else text, "yellow" if is_warning else "")
 
     def print_line(self, text: str) -> None:
         """Print a line of the script's own output above the bar, as it is."""
@@ -137,7 +151,8 @@ class Console:
             atexit.register(self.close)
             self._live.start()
 
-    def _show_status(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
+        """What the run waits for, until something else happens."""
         news = text != self._status
         self._status = text
         self._show_live()
@@ -148,7 +163,7 @@ class Console:
         self._status = ""
         self._pace.pause_seconds += seconds
 
-    def _show_step(self, event: Event) -> None:
+    def _show_step(self, event: StepEvent) -> None:
         self._status = ""
         self._step = event
         self._pace.add(event)
@@ -161,7 +176,7 @@ class Console:
     def _total_steps(self) -> int | None:
         return self._start["total_steps"] if self._start else None
 
-    def _detail_texts(self, step: Event) -> list[str]:
+    def _detail_texts(self, step: StepEvent) -> list[str]:
         """What there is to say about the latest step, the most wanted first."""
         texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
         if self._pace.recent_seconds > 0:
@@ -210,7 +225,7 @@ class Pace:
     recent_seconds: float = 0.0
     pause_seconds: float = 0.0
 
-    def add(self, step: Event) -> None:
+    def add(self, step: StepEvent) -> None:
         # Each step counts 5 % less than the one after it; the first, which warms up, only while it is alone.
         keep = 0.95 if self.steps > 1 else 0.0
         self.steps += 1
@@ -222,7 +237,7 @@ class Pace:
         return steps * (self.recent_seconds / self.recent_steps + self.pause_seconds / self.steps)
 
 
-def start_text(start: Event) -> str:
+def start_text(start: StartEvent) -> str:
     """What runs where, in a line."""
     count = start["world_size"]
     one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
@@ -242,7 +257,7 @@ def start_text(start: Event) -> str:
     return ", ".join(parts)
 
 
-def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] | None) -> str:
+def _end_text(end: EndEvent, validation: ValidationEvent | None, baseline: tuple[str, float] | None) -> str:
     steps = f"{end['step']} step{'s' * (end['step'] != 1)}"
     done = f"done: {steps} in {clock(end['seconds'])}, training loss {number(end['loss'])}"
     if validation is None:
@@ -257,33 +272,33 @@ def _end_text(end: Event, validation: Event | None, baseline: tuple[str, float] 
     return done + "\n" + " | ".join(parts)
 
 
-def _prediction_text(event: Event) -> str:
+def _prediction_text(event: PredictionErrorEvent) -> str:
     """What was predicted and what came; tensors are counted on GPUs only."""
     memory, time = event["memory_bytes"], event["step_seconds"]
     told = [("a step took", time, seconds_text), ("the fullest rank held tensors of", memory, bytes_text)]
     parts = [
-        f"{what} {text(one['measured'])}, {beside_prediction(one['measured'], one['predicted'], text)}"
-        for what, one, text in told
-        if one["measured"] is not None
+        f"{what} {text(measured)}, {beside_prediction(measured, compared['predicted'], text)}"
+        for what, compared, text in told
+        if (measured := compared["measured"]) is not None
     ]
     guessed = " (as if this were some laptop: lockstep bench measures it)" if event["machine"] == "laptop-cpu" else ""
     return f"{'; '.join(parts)}{guessed}"
 
 
-def _progress_text(step: Event, total: int | None) -> str:
+def _progress_text(step: StepEvent, total: int | None) -> str:
     return f"step {step['step']:>{len(str(total))}}/{total}" if total else f"step {step['step']}"
 
 
-def score_texts(event: Event) -> list[str]:
+def score_texts(event: ValidationEvent | TestEvent) -> list[str]:
     """The loss and the metrics of a validation or test event."""
     return [f"{event['kind']} loss {number(event['loss'])}", *_metric_texts(event["metrics"])]
 
 
-def _test_text(test: Event) -> str:
+def _test_text(test: TestEvent) -> str:
     return " | ".join([*score_texts(test), f"by the weights of step {test['step']}"])
 
 
-def _metric_texts(metrics: dict[str, dict[str, float]]) -> list[str]:
+def _metric_texts(metrics: dict[str, MetricTold]) -> list[str]:
     texts = []
     for name, metric in metrics.items():
         hits, count = float(metric["sum"]), float(metric["count"])
@@ -301,7 +316,7 @@ def _parameters(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count}"
 
 
-def job_text(event: Event) -> str:
+def job_text(event: JobTold) -> str:
     """A job of Slurm in a line."""
     why = f" ({event['reason']})" if event["reason"] else ""
     where = f" on {event['nodes']}" if event["nodes"] else ""

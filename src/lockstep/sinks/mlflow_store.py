@@ -32,7 +32,7 @@ class MlflowStore:
         self._client = MlflowClient(tracking_uri=given or f"sqlite:///{local / 'mlflow.db'}")
         self._metrics: list[Metric] = []
         if not self._goes_on(sent.run):
-            sent.run, sent.how = self._create(folder, None if given else local), "stopped"
+            sent.run = self._create(folder, None if given else local)
             sent.offset, sent.step, sent.told, sent.before = 0, 0, {}, {}
         self._id = sent.run
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from lockstep.record.events import Event
+from lockstep.record.events import Event, FlopsEvent, HostTold, RanksEvent, StartEvent
 
 MOST_DEVICES = 16
 """Up to so many GPUs of a run each have curves of their own; beyond, there are those of all together."""
@@ -15,8 +14,8 @@ class Numbers:
     """Names the numbers of one event after another; MFU needs what the events before have said."""
 
     def __init__(self) -> None:
-        self._start: Event | None = None
-        self._flops: Event | None = None
+        self._start: StartEvent | None = None
+        self._flops: FlopsEvent | None = None
 
     def of(self, event: Event) -> dict[str, float]:
         """The numbers of an event by their names; none for kinds that have none."""
@@ -49,9 +48,9 @@ class Numbers:
         return {"MFU" if mfu <= 1 else "MFU-Over-100-Percent": mfu}
 
 
-def _time_shares(event: Event) -> dict[str, float]:
+def _time_shares(event: RanksEvent) -> dict[str, float]:
     """Where a step's time goes, as shares of it, over all ranks; and the memory of the fullest."""
-    optimizer, between = _mean(event.get("optimizer", [])), _mean(event.get("between", []))
+    optimizer, between = _mean(event["optimizer"]), _mean(event["between"])
     seconds = {
         "Input": _mean(event["input"]),
         "Compute": _mean(event["compute"]) - optimizer - between,
@@ -63,7 +62,7 @@ def _time_shares(event: Event) -> dict[str, float]:
     return shares | ({"Memory/Fullest": max(event["memory"])} if event["memory"] else {})
 
 
-def _machine(hosts: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+def _machine(hosts: Sequence[HostTold]) -> Iterator[tuple[str, float]]:
     gpus = [(host["host"], gpu) for host in hosts for gpu in host["gpus"]]
     used = [gpu["busy"] for _, gpu in gpus if gpu["ranks"] and gpu["busy"] is not None]
     if used:

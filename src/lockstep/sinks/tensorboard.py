@@ -106,12 +106,13 @@ def _message(event: Event) -> bytes | None:
         # Tells TensorBoard to forget what an earlier attempt plotted from this step on: it is done again.
         message.step = (event["resumed_from_step"] or 0) + 1
         message.session_log.status = event_pb2.SessionLog.START
-    elif event["kind"] in ("sample", "settings"):
-        value = message.summary.value.add(tag="Sample" if event["kind"] == "sample" else "Config")
+    elif event["kind"] == "sample" or event["kind"] == "settings":
+        tag, written = ("Sample", event["prompt"]) if event["kind"] == "sample" else ("Config", "")
+        value = message.summary.value.add(tag=tag)
         value.metadata.plugin_data.plugin_name = "text"
         value.tensor.dtype = types_pb2.DT_STRING
         # TensorBoard shows Markdown: indented as code, the text keeps its lines and its special characters.
-        text = textwrap.indent(event.get("prompt", "") + event["text"], "    ")
+        text = textwrap.indent(written + event["text"], "    ")
         value.tensor.string_val.append(text.encode("utf-8", "replace"))
     else:
         return None

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import time
 from typing import Any, Literal, Protocol
 
-from lockstep.record.events import Event
+from lockstep.record.events import Event, settled
 from lockstep.record.folder import EVENTS
-from lockstep.record.log import events_from
+from lockstep.record.log import LogReader
+from lockstep.record.state import RunState
 from lockstep.sinks.scalars import Numbers
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -32,6 +34,8 @@ EVENTS_AT_ONCE = 1000
 
 
 Ending = Literal["finished", "failed", "stopped"]
+ENDINGS: Mapping[str, Ending] = {"finished": "finished", "failed": "failed"}
+"""What a tracker calls a run in this state when its process ends; in all others it was stopped."""
 
 
 @dataclass
@@ -46,8 +50,6 @@ class Sent:
     """The last step of which each number was told."""
     before: dict[str, int] = field(default_factory=dict)
     """The same when the run last began, or went back to do steps again."""
-    how: Ending = "stopped"
-    """How its last attempt ended, as far as it was read; a later try to say so begins behind the event that told it."""
 
 
 class Service(Protocol):
@@ -94,26 +96,16 @@ def _input_ended(seconds: float) -> bool:
 def follow(name: str, folder: Path, is_over: Callable[[], bool]) -> None:
     """Tell a service what is new in a run's log, until `is_over()` and all is told."""
     state = folder / name / "sent.json"
-    sent = Sent(**json.loads(state.read_text(encoding="utf-8"))) if state.exists() else Sent()
+    kept = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    sent = Sent(**{name: value for name, value in kept.items() if name in vars(Sent())})  # of any version
     service = _connect(name, folder, sent)
-    numbers = _numbers_after(folder / EVENTS, sent.offset)
+    log, numbers, run = LogReader(folder / EVENTS), Numbers(), RunState()
     while True:
         last_round = is_over()  # asked before reading, so that nothing written before the end is missed
-        _tell(service, folder / EVENTS, sent, numbers, state)
+        _tell(service, log, sent, numbers, run, state)
         if last_round:
-            service.finish(sent.how)
+            service.finish(ENDINGS.get(run.state(time()), "stopped"))
             return
-
-
-def _numbers_after(log: Path, told: int) -> Numbers:
-    """Numbers that know what the events up to an offset have said."""
-    numbers = Numbers()
-    for offset, event in events_from(log, 0):
-        if offset > told:
-            break
-        if event is not None:
-            numbers.of(event)
-    return numbers
 
 
 def _connect(name: str, folder: Path, sent: Sent) -> Service:
@@ -126,13 +118,19 @@ def _connect(name: str, folder: Path, sent: Sent) -> Service:
     return MlflowStore(folder, sent)
 
 
-def _tell(service: Service, log: Path, sent: Sent, numbers: Numbers, state: Path) -> None:
-    """Tell what is new."""
+def _tell(service: Service, log: LogReader, sent: Sent, numbers: Numbers, run: RunState, state: Path) -> None:
+    """Tell what is new; what was sent before is only read, because later numbers and the state need it."""
     news = 0
-    for offset, event in events_from(log, sent.offset):
+    for told in log.read():
+        run.take(told)
+        event = settled(told) if isinstance(told, dict) else None
+        if log.offset <= sent.offset:
+            if event is not None:
+                numbers.of(event)
+            continue
         if event is not None:
             _tell_one(service, event, sent, numbers)
-        sent.offset = offset
+        sent.offset = log.offset
         news += 1
         if news % EVENTS_AT_ONCE == 0:
             _keep(service, sent, state)
@@ -148,20 +146,15 @@ def _tell_one(service: Service, event: Event, sent: Sent, numbers: Numbers) -> N
     named = numbers.of(event)
     if event["kind"] == "start":
         wanted = ("layout", "world_size", "nodes", "device", "precision", "parameters", "global_batch", "host")
-        service.describe({f"start.{name}": event[name] for name in wanted})
+        service.describe({f"start.{name}": value for name, value in event.items() if name in wanted})
         sent.step, sent.before = event["resumed_from_step"] or 0, dict(sent.told)
-        sent.how = "stopped"
     elif event["kind"] == "step":
         if event["step"] <= sent.step:
             sent.before = dict(sent.told)
         sent.step = event["step"]
-    elif event["kind"] == "end":
-        sent.how = "finished"
-    elif event["kind"] == "stop" and event["reason"] == "failed":
-        sent.how = "failed"
-    if news := {name: number for name, number in named.items() if event["step"] > sent.before.get(name, -1)}:
-        service.log(news, event["step"], event["time"])
-        step: int = event["step"]
+    step = event.get("step")
+    if isinstance(step, int) and (news := {name: n for name, n in named.items() if step > sent.before.get(name, -1)}):
+        service.log(news, step, event["time"])
         sent.told |= dict.fromkeys(news, step)
 
 

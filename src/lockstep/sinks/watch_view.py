@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.text import Text
 
 from lockstep.page.panels import Advice
+from lockstep.record.events import GpuTold, HostTold
 from lockstep.sinks.console import score_texts, start_text
 from lockstep.sinks.watched import Watched
 from lockstep.text.charts import Series, terminal_chart
@@ -77,24 +77,24 @@ def view(name: str, run: Watched, now: float, screen: Screen, advice: Sequence[A
 
 
 def _head(name: str, run: Watched, now: float, screen: Screen) -> list[Text]:
-    step, total = run.step, run.total_steps
-    state = "lost" if run.is_lost(now) else run.state
+    step, total = run.step, run.start["total_steps"] if run.start else None
+    state = run.run.state(now)
     title = Text.assemble((printable(name), "bold"), "  ", (state, COLOURS.get(state, "bold cyan")))
     if step is not None:
         done = f"  step {step['step']}" + (f"/{total} ({percent(step['step'] / total)})" if total else "")
         title.append(done)
     if step is not None and total and state == "running" and step["step"] < total:
         title.append(f"  {clock(run.pace.seconds_for(total - step['step']))} left")
-    if run.attempts > 1:
-        title.append(f"  attempt {run.attempts}", "yellow")
+    if run.run.starts > 1:
+        title.append(f"  attempt {run.run.starts}", "yellow")
     lines = [title]
     if step is not None and total:
         lines.append(_bar(screen.width - 1, {"█#": step["step"] / total, "░.": 1 - step["step"] / total}, screen))
     if silence := run.silence(now):
         lines.append(Text(silence, "bold red"))
     if run.why:
-        lines.append(Text(printable(run.why), "red" if run.state == "failed" else "yellow"))
-    elif run.state == "waiting":
+        lines.append(Text(printable(run.why), "red" if state == "failed" else "yellow"))
+    elif run.last_time is None:
         lines.append(Text("no event yet"))
     if run.start is not None:
         lines.append(Text(printable(start_text(run.start)), "dim"))
@@ -204,7 +204,7 @@ def _machine(run: Watched, screen: Screen) -> list[Text]:
     """What the hosts and every GPU of them do; of many, all together and the least busy."""
     if run.machine is None:
         return []
-    hosts: list[dict[str, Any]] = run.machine["hosts"]
+    hosts = run.machine["hosts"]
     gpus = [(gpu, f"GPU {gpu['index']} of {host['host']}") for host in hosts for gpu in host["gpus"]]
     lines = [_gpu_line(name if len(hosts) > 1 else f"GPU {gpu['index']}", gpu, screen) for gpu, name in gpus]
     if len(gpus) > MOST_DEVICES:
@@ -226,7 +226,7 @@ def _together(what: str, busy: dict[str, float | None]) -> list[Text]:
     return [Text(printable(text))]
 
 
-def _gpu_line(name: str, gpu: dict[str, Any], screen: Screen) -> Text:
+def _gpu_line(name: str, gpu: GpuTold, screen: Screen) -> Text:
     parts = [printable(name)]
     if gpu["busy"] is not None:
         bar = _bar(10, {"█#": gpu["busy"], "░.": 1 - gpu["busy"]}, screen)
@@ -241,7 +241,7 @@ def _gpu_line(name: str, gpu: dict[str, Any], screen: Screen) -> Text:
     return Text("  ".join(parts), "" if gpu["ranks"] else "yellow")
 
 
-def _host_line(host: dict[str, Any]) -> Text:
+def _host_line(host: HostTold) -> Text:
     parts = [f"CPUs of {printable(host['host'])}"]
     if host["cpu"] is not None:
         parts.append(f"{percent(host['cpu'])} busy")

@@ -5,17 +5,28 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
-from lockstep.page.reading.starts import SILENCE, SILENT_STEPS
-from lockstep.record.events import Event
+from lockstep.record.events import (
+    AlarmEvent,
+    CheckpointEvent,
+    Event,
+    FailureEvent,
+    MachineEvent,
+    MessageEvent,
+    RanksEvent,
+    StartEvent,
+    StepEvent,
+    TestEvent,
+    ValidationEvent,
+    settled,
+)
+from lockstep.record.state import SILENT_STEPS, RunState
 from lockstep.sinks.console import Pace
 from lockstep.text.console_text import clock
-
-State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed", "finished"]
+from lockstep.text.units import how_many
 
 MOST_POINTS = 1024
-MOST_WARNINGS = 5
 SECONDS_FOR_A_VERDICT = 10.0
 """So long after a stop the launcher may still say why, or that it starts the run again."""
 SECONDS_OF_SILENCE = 60.0
@@ -59,52 +70,47 @@ class LossCurve:
 class Watched:
     """A run as its events tell it. Kinds and fields that this version does not know are passed over."""
 
-    state: State = "waiting"
+    run: RunState = field(default_factory=RunState)
     why: str = ""
     """What it waits for, or how it ended."""
-    attempts: int = 0
-    start: Event | None = None
-    step: Event | None = None
-    validation: Event | None = None
+    start: StartEvent | None = None
+    step: StepEvent | None = None
+    validation: ValidationEvent | None = None
     best: tuple[float, int] | None = None
-    test: Event | None = None
-    checkpoint: Event | None = None
-    ranks: Event | None = None
-    machine: Event | None = None
+    test: TestEvent | None = None
+    checkpoint: CheckpointEvent | None = None
+    ranks: RanksEvent | None = None
+    machine: MachineEvent | None = None
     losses: LossCurve = field(default_factory=LossCurve)
     pace: Pace = field(default_factory=Pace)
     logged: dict[str, float] = field(default_factory=dict)
-    warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))
-    last_time: float | None = None
-    unreadable: int = 0
+    warnings: deque[AlarmEvent | MessageEvent | FailureEvent] = field(default_factory=lambda: deque(maxlen=5))
 
-    def take(self, event: Event | None) -> None:
-        """One more line of the log; None is one that could not be read."""
-        if event is None:
-            self.unreadable += 1
-        else:
+    def take(self, told: dict[str, Any] | str) -> Event | None:
+        """One more line of the log, as its reader gives it; returns the event, or None where it cannot be read."""
+        self.run.take(told)
+        event = settled(told) if isinstance(told, dict) else None
+        if event is not None:
             self._take(event)
+        elif isinstance(told, dict):
+            self.run.damaged += 1
+        return event
 
     @property
-    def total_steps(self) -> int | None:
-        """How many it will be, where that is known."""
-        return self.start["total_steps"] if self.start else None
+    def last_time(self) -> float | None:
+        """When it was last heard of."""
+        return self.run.newest.end if self.run.newest else None
 
     def is_over(self, now: float) -> bool:
         """Whether nothing more is to come."""
-        if self.state in ("failed", "stopped"):
+        state = self.run.state(now)
+        if state in ("failed", "stopped"):
             return now - (self.last_time or 0.0) > SECONDS_FOR_A_VERDICT
-        return self.state == "finished"
-
-    def is_lost(self, now: float) -> bool:
-        """Whether it is taken for dead, by the rule of the report."""
-        if self.last_time is None or self.state in ("waiting", "failed", "stopped", "finished"):
-            return False
-        return now - self.last_time > max(SILENCE, SILENT_STEPS * (self.step["seconds"] if self.step else 0.0))
+        return state == "finished"
 
     def silence(self, now: float) -> str:
         """A word where a run that should say something has not for long."""
-        if self.last_time is None or self.state in ("failed", "stopped", "finished"):
+        if self.last_time is None or self.run.state(now) in ("failed", "stopped", "finished", "queued"):
             return ""
         patience = max(SECONDS_OF_SILENCE, SILENT_STEPS * (self.step["seconds"] if self.step else 0.0))
         quiet = now - self.last_time
@@ -112,21 +118,17 @@ class Watched:
 
     def damage(self) -> str:
         """A word where lines of the log could not be read."""
-        plural = "" if self.unreadable == 1 else "s"
-        return f"{self.unreadable} line{plural} of the log could not be read" if self.unreadable else ""
+        return f"{how_many(self.run.damaged, 'line')} of the log could not be read" if self.run.damaged else ""
 
     def _take(self, event: Event) -> None:
-        kind = event["kind"]
-        if kind != "job":  # told from outside, at any time
-            self.last_time = event["time"]
-        match kind:
+        match event["kind"]:
             case "status":
-                self.state, self.why = "running" if self.step else "starting", event["text"]
+                self.why = event["text"]
             case "start":
-                self.start, self.step, self.state, self.why = event, None, "running", "waiting for the first step"
-                self.attempts, self.pace, self.logged = self.attempts + 1, Pace(), {}
+                self.start, self.step, self.why = event, None, "waiting for the first step"
+                self.pace, self.logged = Pace(), {}
             case "step":
-                self.state, self.why = "running", ""
+                self.why = ""
                 self.pace.add(event)
                 self.losses.add(event["step"], event["loss"])
                 self.step = event
@@ -153,13 +155,12 @@ class Watched:
             case "message" if event["level"] == "warning":  # stragglers too are said as one
                 self.warnings.append(event)
             case "failure":
-                self.state = "restarting" if event["restarted"] else "failed"
                 self.why = event["text"]
                 if event["restarted"]:
                     self.warnings.append(event)
             case "stop":
-                self.state, self.why = "failed" if event["reason"] == "failed" else "stopped", event["text"]
+                self.why = event["text"]
             case "end":
-                self.state, self.why = "finished", ""
-            case "job" if self.state == "waiting":
+                self.why = ""
+            case "job" if self.run.newest is None:
                 self.why = f"job {event['id']} is {event['state'].lower()}"

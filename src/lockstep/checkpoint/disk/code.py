@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.checkpoint.disk.format import DamageError, read_index, step_folder, steps_on_disk
+from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, unknown
+from lockstep.record.folder import CONFIG, RunFolder
 from lockstep.record.identity import digest_of
 
 ACCEPT = "LOCKSTEP_ACCEPT"
@@ -38,6 +40,22 @@ def saved_code(run_folder: Path) -> tuple[int, dict[str, str]]:
             continue
         return step, training.code if training else {}
     return 0, {}
+
+
+def check_same_script(folder: RunFolder, script: Path) -> None:
+    """Refuse to go on with a run that something else began."""
+    if not folder.continues:
+        return
+    stored = read_toml(folder.path / CONFIG)
+    began = stored.get("script")
+    if began is None and (not steps_on_disk(folder.path) or script.name in saved_code(folder.path)[1]):
+        return  # it begins anew, or a Trainer has put its own config in the place of the script's
+    if began is None or Path(began).name != script.name:
+        trained = f"lockstep train {stored['recipe']}" if "recipe" in stored else "another script"
+        raise UserError(
+            f"{folder.path} is an unfinished run of {began or trained}, not of {script}",
+            "use --name for a new run, or --resume never",
+        )
 
 
 def check_code_on_disk(run_folder: Path, script: Path) -> None:

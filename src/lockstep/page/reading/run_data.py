@@ -10,6 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.page.panels import Level, Timetable
 from lockstep.page.reading.damage import (
@@ -34,6 +35,8 @@ from lockstep.page.reading.series import Series
 from lockstep.page.reading.starts import Attempt, started_of
 from lockstep.page.reading.steps import FIELDS, Steps, pack, values_of
 from lockstep.page.reading.summary import StragglerSummary
+from lockstep.record.log import LATEST
+from lockstep.record.state import ENDINGS, NO_WORD, JobWord
 from lockstep.text.units import duration_text, loss_text, seconds_text
 
 MOST_ATTEMPTS = 10_000
@@ -44,8 +47,6 @@ MOST_CHECKPOINTS = 200
 """The last ones, for the table."""
 MOST_SAMPLES = 5
 LONGEST_CONFIG = 100_000
-LATEST = 1e11
-"""Unix time: no clock is further off than this."""
 CLOCK_BACK = 1.0
 """Seconds that the clock may go back before it is worth a word."""
 BEHIND_THE_STEPS = {"step", "validation", "metric", "ranks", "machine", "checkpoint", "timetable"}
@@ -103,6 +104,7 @@ class Digest:
         self.not_finite = ""
         """What stopped the last attempt: "loss of step 20"."""
         self.alarm_count = self.warning_count = 0
+        self.job_word = NO_WORD
         self._newest = 0  # of the attempts that have done steps
         self._attempt = Attempt(0)
         self._time = 0.0
@@ -112,21 +114,13 @@ class Digest:
             name.removeprefix("_take_"): getattr(self, name) for name in dir(self) if name.startswith("_take_")
         }
 
-    def take(self, event: object, line: int) -> None:
-        """One event, that is in this line; what cannot be used is counted."""
-        if type(event) is not dict:
-            self.damage.line("JSON, but no object", line)
+    def take(self, event: dict[str, Any] | str, line: int) -> None:
+        """What the log's reader found in this line; what cannot be used is counted."""
+        if type(event) is str:
+            self.damage.line(event, line)
             return
-        kind, time, number_of = event.get("kind"), event.get("time"), event.get("attempt")
-        if not isinstance(kind, str):
-            self.damage.line("without a kind", line)
-            return
-        if not isinstance(time, float | int) or isinstance(time, bool) or not 0 < time < LATEST:
-            self.damage.line("without a time that can be", line)
-            return
-        if type(number_of) is not int or not 0 < number_of < LATEST:
-            self.damage.line("without the number of an attempt", line)
-            return
+        assert type(event) is dict
+        kind, time, number_of = event["kind"], event["time"], event["attempt"]
         handler = self._handlers.get(kind)
         if handler is None:
             self.damage.unknown_kind(kind, line)
@@ -141,6 +135,8 @@ class Digest:
             self._late(attempt, line)
             return
         self._time, self._line = time, line
+        if kind in ENDINGS:  # whatever else it lacks
+            attempt.hear_ending(event)
         try:
             handler(event)
         except UnusableError as error:
@@ -154,6 +150,7 @@ class Digest:
         if time < self.first_time:
             self.first_time = time
         if kind != "job":  # told from outside, at any time
+            self.job_word = NO_WORD
             if time > attempt.end:
                 attempt.end = time
             elif time < attempt.end - CLOCK_BACK:
@@ -213,7 +210,7 @@ class Digest:
         if attempt.first_step is None:
             attempt.before_steps = attempt.accounted
             attempt.first_step, attempt.first_done, attempt.first_seconds = step, self._time, seconds
-        attempt.last_step, attempt.done_until = step, self._time
+        attempt.last_step, attempt.done_until, attempt.step_seconds = step, self._time, seconds
         attempt.in_steps += seconds
 
     def _take_start(self, event: Fields) -> None:
@@ -298,8 +295,6 @@ class Digest:
     def _take_failure(self, event: Fields) -> None:
         attempt, said = self._attempt, text(event, "text")
         where = text(event, "where")
-        attempt.last_word, attempt.ending, attempt.why = "failure", "failed", said
-        attempt.restarts = event.get("restarted") is True
         then = "; it is started again" if attempt.restarts else ""
         self.moments.only_followed(attempt.number)
         self._say("error", "failure", f"{said}{f' ({where})' if where else ''}{then}", whole_or_none(event, "step"))
@@ -369,13 +364,10 @@ class Digest:
         self._say("warning", "straggler", said, whole(event, "step"))
 
     def _take_job(self, event: Fields) -> None:
-        attempt, state, job = self._attempt, text(event, "state", 40), text(event, "id", 60)
+        state, job = text(event, "state", 40), text(event, "id", 60)
         nodes, reason = text(event, "nodes"), text(event, "reason")
-        if state == "RUNNING":
-            attempt.job = job
-        elif state != "PENDING" and math.isfinite(attempt.begin):
-            # At a start, Slurm's word on the start before comes first: that is not of this attempt.
-            attempt.job, attempt.job_state = attempt.job or job, state.split()[0] if state else ""
+        self._attempt.hear_job(job, state)
+        self.job_word = JobWord(state, self._time)
         more = "".join(f", {part}" for part in (nodes and f"on {nodes}", reason if reason != "None" else "") if part)
         self._say("info", "job", f"Slurm job {job} is {state}{more}")
 
@@ -386,15 +378,11 @@ class Digest:
         self.predicted.take_error(event)
 
     def _take_stop(self, event: Fields) -> None:
-        attempt, said, reason = self._attempt, text(event, "text"), text(event, "reason", 40)
-        failed = reason == "failed"
-        if attempt.last_word != "failure":  # the launcher knows more
-            attempt.last_word, attempt.ending, attempt.why = "stop", "failed" if failed else "stopped", said
-        self._say("error" if failed else "warning", "stop", f"{reason}: {said}", whole(event, "step"))
+        said, reason = text(event, "text"), text(event, "reason", 40)
+        self._say("error" if reason == "failed" else "warning", "stop", f"{reason}: {said}", whole(event, "step"))
 
     def _take_end(self, event: Fields) -> None:
-        attempt, step = self._attempt, whole(event, "step")
-        attempt.last_word, attempt.ending, attempt.why = "end", "finished", ""
+        step = whole(event, "step")
         self._say("good", "end", f"finished after step {step}", step)
 
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockstep.page.panels import State
 from lockstep.page.reading.damage import Fields, cut, inner, text, whole, whole_or_none
 from lockstep.page.reading.summary import AttemptSummary
-
-SILENCE = 600.0
-"""Seconds without an event after which a run that has not ended is lost: to load and compile may take minutes."""
-SILENT_STEPS = 20
-"""The same in steps, where these take long."""
-OVER: Mapping[str, State] = {
-    **dict.fromkeys(("TIMEOUT", "PREEMPTED", "CANCELLED", "COMPLETED"), "stopped"),
-    **dict.fromkeys(("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), "failed"),
-}
-"""What Slurm calls a job that is over, and what that means for an attempt that says nothing itself."""
+from lockstep.record.state import AttemptState
 
 
 @dataclass(frozen=True)
@@ -68,27 +57,14 @@ def _texts(fields: Fields) -> dict[str, str]:
 
 
 @dataclass
-class Attempt:
+class Attempt(AttemptState):
     """One start of the run, as far as it was read."""
 
-    number: int
-    begin: float = math.inf
-    end: float = -math.inf
     started: Started | None = None
-    first_step: int | None = None
     last_step: int | None = None
     first_done: float = 0.0
     """When the first step ended, and how long it took."""
     first_seconds: float = 0.0
-    last_word: str = ""
-    """The kind of the event that says how it ended: "end", "stop" or "failure"."""
-    ending: State | None = None
-    restarts: bool = False
-    """Whether its failure says that another attempt follows."""
-    why: str = ""
-    job: str = ""
-    job_state: str = ""
-    """Where Slurm says that the job of this attempt is over."""
     saved_step: int = 0
     """Of the last checkpoint that it wrote."""
     done_until: float = 0.0
@@ -135,18 +111,9 @@ class Attempt:
             return max(0.0, self.seconds - self.accounted)
         return max(0.0, self.first_done - self.first_seconds - self.begin - self.before_steps)
 
-    def stands(self, now: float, step_seconds: float, *, is_last: bool) -> State:
-        """How it ended, or that it still runs."""
-        silent = now - self.end > max(SILENCE, SILENT_STEPS * step_seconds)
-        if self.ending is not None:
-            return "running" if self.restarts and is_last and not silent else self.ending
-        if self.job_state in OVER:
-            return OVER[self.job_state]
-        return "running" if is_last and not silent else "lost"
-
-    def summary(self, now: float, step_seconds: float, unsaved: float, *, is_last: bool) -> AttemptSummary:
+    def summary(self, now: float, unsaved: float, *, is_last: bool) -> AttemptSummary:
         """For those who only want to know."""
-        state = self.stands(now, step_seconds, is_last=is_last)
+        state = self.state(now, is_last=is_last)
         why = self.why
         if not why and state == "lost":
             why = "no event tells how it ended: it was killed, or lost its disk"

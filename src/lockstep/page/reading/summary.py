@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.page.panels import State
+from lockstep.record.state import State
 
 
 @dataclass(frozen=True)

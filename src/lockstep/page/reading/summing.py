@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.page.panels import State
 from lockstep.page.reading.damage import LARGEST_COUNT
 from lockstep.page.reading.run_data import Digest
 from lockstep.page.reading.series import Array
 from lockstep.page.reading.starts import Attempt
 from lockstep.page.reading.steps import Columns
 from lockstep.page.reading.summary import Summary, TimeSpent
+from lockstep.record.state import GOES_ON, State, state_of
 
 WARM_UP = 2
 """The first steps of an attempt, which compile and fill caches: left out of medians where there are others."""
@@ -69,12 +69,10 @@ def summarize(digest: Digest, name: str, now: float, changed: float) -> Summary:
     started = next((one.started for one in reversed(attempts) if one.started), None)
     profiled = profiled_steps(columns, attempts)
     step_seconds, rate, is_profiled = typical(columns, profiled)
-    state = began[-1].stands(now, step_seconds or 0.0, is_last=True) if began else _state_before(changed, now)
+    state = state_of(began[-1] if began else None, digest.job_word, now, changed)
     lasting = lasting_steps(digest, columns, state)
     in_steps = {one.number: seconds_in_steps(columns, profiled, lasting, one) for one in began}
-    told = [
-        one.summary(now, step_seconds or 0.0, in_steps[one.number].unsaved, is_last=one is began[-1]) for one in began
-    ]
+    told = [one.summary(now, in_steps[one.number].unsaved, is_last=one is began[-1]) for one in began]
     begin = digest.first_time if digest.events else changed or now
     end = max((one.end for one in began), default=begin)
     efficiency = _efficiency(digest, step_seconds)
@@ -145,11 +143,6 @@ def _total(values: Array) -> float:
     return float(values[np.abs(values) <= LARGEST_COUNT].sum())
 
 
-def _state_before(changed: float, now: float) -> State:
-    """Of a run that has said nothing yet."""
-    return Attempt(1, changed, changed).stands(now, 0.0, is_last=True)
-
-
 def profiled_steps(columns: Columns, attempts: Sequence[Attempt]) -> Array:
     """Which steps a profiler slowed down; on a GPU also the one before those it recorded, when it is switched on."""
     mask = np.zeros(len(columns), bool)
@@ -182,7 +175,7 @@ def typical(columns: Columns, profiled: Array) -> tuple[float | None, float | No
 def lasting_steps(digest: Digest, columns: Columns, state: State) -> Array:
     """Which steps changed the weights for good: where a run ended early, what it had not saved is to be done again."""
     lasting: Array = columns.kept & (columns.skipped == 0)
-    if state not in ("finished", "running") and len(columns):
+    if state not in ("finished", *GOES_ON) and len(columns):
         last = digest.attempts[int(columns.attempt[-1])]  # kept steps of others are saved: it went on from there
         lasting &= (columns.attempt != last.number) | (columns.step <= last.saved_step)
     return lasting

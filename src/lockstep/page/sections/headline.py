@@ -72,11 +72,16 @@ def _verdict(summary: Summary, written: float | None) -> str:
             loss = ", with a loss that is no finite number"
         took = duration_text(summary.spent.whole)
         return f"Finished {how_many(summary.steps, 'step')} in {took}{tries}{loss}."
+    when = f" when this was written ({datetime.fromtimestamp(written):%H:%M, %d %b %Y})" if written else ""
+    if summary.state == "queued":
+        return f"Queued{when}: {f'it goes on from {of}' if summary.steps else 'no step is done yet'}."
+    if summary.state == "restarting":
+        return f"Restarting{when}, after {of}: {why}."
+    if summary.state == "starting":
+        again = f", attempt {attempts}" if attempts > 1 else ""
+        return f"Starting{again}{when}: {f'{of} is done' if summary.steps else 'no step is done yet'}."
     if summary.state == "running":
         left = seconds_left(summary)
-        when = f" when this was written ({datetime.fromtimestamp(written):%H:%M, %d %b %Y})" if written else ""
-        if not summary.steps:
-            return f"Starting{f', attempt {attempts}' if attempts > 1 else ''}{when}: no step is done yet."
         return f"Running{when}: {of}" + (f", about {duration_text(max(1, round(left)))} left." if left else ".")
     if summary.state == "stopped":
         return f"Stopped at {of}{tries}{': ' + why if why else ''}{_and_then(summary)}"

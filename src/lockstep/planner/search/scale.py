@@ -115,7 +115,8 @@ def measured_costs(events: Iterable[Event], costs: Costs, run: str) -> Costs:
         elif event["kind"] == "checkpoint" and event["seconds"] > 0:
             saves.append((event["bytes"] / event["seconds"] / nodes, event["stall"] / event["seconds"]))
         elif event["kind"] == "recovered":
-            restarts.append(sum(event["seconds"].values()))
+            took = event["seconds"]
+            restarts.append(took["stop"] + took["start"] + took["load"] + took["step"])
     if not saves:
         raise UserError(f"{run} has saved no checkpoint", "name a run that has, or say --save-seconds")
     return replace(

@@ -1,7 +1,16 @@
 // The signs that tell states and levels apart without colour.
 import { make } from "./dom.js";
 
-export const STATE_SIGNS = { running: "▶", finished: "✓", stopped: "■", failed: "✕", lost: "?" };
+export const STATE_SIGNS = {
+  queued: "…",
+  starting: "▷",
+  running: "▶",
+  restarting: "↻",
+  stopped: "■",
+  failed: "✕",
+  lost: "?",
+  finished: "✓",
+};
 const LEVEL_SIGNS = { good: "✓", info: "•", warning: "▲", error: "✕" };
 
 export function levelMark(level) {
