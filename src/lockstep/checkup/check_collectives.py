@@ -19,15 +19,7 @@ import torch.distributed as dist
 from lockstep.layout import AXES, Layout
 from lockstep.runtime.comm import Comm, gather_into, scatter_sums_into, sent_from
 
-FORMATS = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
+FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
 SIZES = (1, 7, 1023, 65_537)
 """None of them is a power of two: what is left over at the end of a block is where mistakes hide."""
 MOST_ELEMENTS = 8_000_000

@@ -210,8 +210,7 @@ def _map_tokens(path: str, dtype: np.dtype[Any] | None, start: int, stop: int | 
         )
     if size % dtype.itemsize:
         raise UserError(
-            f"{path} has {size} bytes, which is no whole number of {dtype} tokens",
-            "pass the dtype it was written with",
+            f"{path} has {size} bytes, which is no whole number of {dtype} tokens", "pass the dtype it was written with"
         )
     return np.memmap(path, dtype, mode="r")[start:stop]
 

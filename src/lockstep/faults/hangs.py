@@ -212,13 +212,7 @@ def _skipped(lead: str, waiting: list[Report]) -> Verdict:
         verb = "cannot come to it"
         fix = "make it between steps: the ranks of a pipeline call the loss and the model one after another"
     sentence = f"{lead}{_groups(callers)}, and {ranks([one.rank for one in others])} {verb}: {_groups(others)}"
-    return Verdict(
-        f"{sentence}; {fix}",
-        "skipped collective",
-        odd.rank,
-        odd.host,
-        callers[0].where,
-    )
+    return Verdict(f"{sentence}; {fix}", "skipped collective", odd.rank, odd.host, callers[0].where)
 
 
 def _is_own(report: Report) -> bool:

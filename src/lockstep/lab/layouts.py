@@ -148,9 +148,7 @@ def take_part(topic: Topic, seat: Seat) -> tuple[list[Part], float]:
         device="cpu",
     ) as run:
         engine = run.setup(
-            tiny_model,
-            loss_of,
-            optimizer=lambda parameters: SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM),
+            tiny_model, loss_of, optimizer=lambda parameters: SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
         )
         loader = run.loader(data, len(data), micro_batch=SAMPLES_AT_ONCE, steps=1, shuffle=False, workers=0)  # type: ignore[arg-type]
         notes = Notes(topic, engine, rank, ranks)

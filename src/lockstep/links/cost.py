@@ -13,15 +13,7 @@ from typing import Literal, get_args
 from lockstep.errors import UserError, unknown
 
 Collective = Literal[
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send-recv",
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send-recv"
 ]
 Algorithm = Literal["ring", "tree", "naive", "halving-doubling"]
 

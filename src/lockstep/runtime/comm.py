@@ -294,8 +294,7 @@ def meet(place: Place, timeout: datetime.timedelta, given: dist.Store | None = N
     """The store of a start, with nothing in it yet but what ranks compare before they make groups."""
     if dist.is_initialized():
         raise UserError(
-            "torch.distributed is already initialised",
-            "let lockstep.init() do it, and drop the other call",
+            "torch.distributed is already initialised", "let lockstep.init() do it, and drop the other call"
         )
     return given if given is not None else _connect(place, timeout)
 

@@ -50,8 +50,7 @@ def choose_device(place: Place, wanted: Literal["auto", "cpu", "cuda"], share_gp
     gpus = visible_gpus() if wanted != "cpu" else 0
     if wanted == "cuda" and gpus == 0:
         raise UserError(
-            "device cuda was asked for but no GPU is visible",
-            "use --device cpu, or check CUDA_VISIBLE_DEVICES",
+            "device cuda was asked for but no GPU is visible", "use --device cpu, or check CUDA_VISIBLE_DEVICES"
         )
     if gpus == 0:
         return torch.device("cpu")

@@ -112,11 +112,7 @@ class SampleDraws(TorchFunctionMode):
         self._for_all: dict[_Draw, set[tuple[int, ...]]] = {}
 
     def begin(
-        self,
-        micro_batch: int,
-        positions: Sequence[int],
-        seed_of: Callable[[int], int],
-        call: tuple[int, int] = FORWARD,
+        self, micro_batch: int, positions: Sequence[int], seed_of: Callable[[int], int], call: tuple[int, int] = FORWARD
     ) -> None:
         """A forward begins, of the samples in these places of their step; `seed_of(position)` begins a stream."""
         self.micro_batch = micro_batch

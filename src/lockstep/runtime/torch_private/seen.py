@@ -70,7 +70,7 @@ TABLE: dict[Purpose, dict[str, tuple[str, ...]]] = {
         "whether a forward is recomputed": (
             "torch._C._current_graph_task_id",
             "torch._C._autograd._top_saved_tensors_default_hooks",
-        ),
+        )
     },
     "sharding": {
         "reducing after a pipeline's schedule": (
@@ -83,7 +83,7 @@ TABLE: dict[Purpose, dict[str, tuple[str, ...]]] = {
         "another answer to a module's call": (
             "module._call_impl <- torch.nn.Module.__call__",
             "module._compiled_call_impl <- torch.nn.Module.__call__",
-        ),
+        )
     },
     "tensor parallelism": {
         "a cut tensor as what it holds": ("torch._C.DisableTorchFunction", "torch._C.DisableTorchFunctionSubclass"),
