@@ -37,7 +37,7 @@ from lockstep.lab.cables import run_on_own_network
 from lockstep.launch.probe import Seat, first_trouble
 from lockstep.layout import Layout
 from lockstep.links.cost import Collective
-from lockstep.links.fit import Curve, fit_link
+from lockstep.links.fit import TimeCurve, fit_link
 from lockstep.runtime.comm import Comm, gather_into, scatter_sums_into  # torch's own, under either name
 from lockstep.runtime.rank_env import find_place
 
@@ -161,7 +161,7 @@ def measure(comm: Comm, sizes: tuple[int, ...], rounds: int, say: Say) -> dict[s
     misses: dict[str, dict[Key, float]] = {"curve": {}, "alpha and beta": {}}
     for name in CHOSEN:
         points = [(float(size), median(times["lockstep"][name, size])) for size in sizes]
-        curve, link = Curve.through(points), fit_link(points)
+        curve, link = TimeCurve.through(points), fit_link(points)
         for size in between:
             real = median(hand[name, size])
             misses["curve"][name, size] = curve.seconds(size) / real - 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.checkup.bench import COLLECTIVES, Work, measure_pairs, sweep
+from lockstep.checkup.bench import COLLECTIVES, BenchWork, measure_pairs, sweep
 from lockstep.layout import Layout
 from lockstep.links.measured import Row
 from lockstep.links.slow_links import find_slow
@@ -32,7 +32,7 @@ def join(job: Job, layout: str) -> Comm:
 
 def all_sweeps(job: Job, layout: str) -> list[Row]:
     comm = join(job, layout)
-    work = Work(Layout.parse(layout), SIZES, COLLECTIVES, "cpu", share_gpu=False)
+    work = BenchWork(Layout.parse(layout), SIZES, COLLECTIVES, "cpu", share_gpu=False)
     groups = {axis: dist.group.WORLD if axis == "world" else comm.group(axis) for axis in work.axes}
     rows = [
         row
@@ -129,4 +129,4 @@ def test_every_pair_is_measured_and_a_slow_rank_is_named(ranks) -> None:
     [("single", []), ("dp=2", ["dp"]), ("pp=2,dp=2,tp=2", ["pp", "dp", "tp", "world"])],
 )
 def test_axes_that_are_larger_than_one_and_all_ranks_are_measured(layout: str, axes: list[str]) -> None:
-    assert Work(Layout.parse(layout), (), (), "cpu", share_gpu=False).axes == axes
+    assert BenchWork(Layout.parse(layout), (), (), "cpu", share_gpu=False).axes == axes

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UserError
 from lockstep.lab import draw_collective, draw_layout
-from lockstep.lab.collectives import Seen, Shown, cost_of, put_together, run_once
+from lockstep.lab.collectives import RankSaw, ShownCollective, cost_of, put_together, run_once
 from lockstep.lab.layouts import (
     LEARNING_RATE,
     SAMPLES_AT_ONCE,
-    Held,
-    Part,
+    HeldByRanks,
+    HeldMatrix,
     Topic,
     loss_of,
     samples,
@@ -49,7 +49,7 @@ def possible(ranks: int) -> Iterator[tuple[Collective, Algorithm]]:
                 assert ranks & (ranks - 1)
 
 
-def run_all(job: Job, sizes: list[int]) -> list[Seen]:
+def run_all(job: Job, sizes: list[int]) -> list[RankSaw]:
     job.init_process_group()
     return [
         run_once(collective, algorithm, job.rank, job.world_size, elements)
@@ -59,7 +59,7 @@ def run_all(job: Job, sizes: list[int]) -> list[Seen]:
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids=lambda count: f"{count}-ranks")
-def shown(request: pytest.FixtureRequest, ranks: RankPool) -> list[Shown]:
+def shown(request: pytest.FixtureRequest, ranks: RankPool) -> list[ShownCollective]:
     """Every algorithm on so many ranks: with one number a rank; on some also with an odd share, or with too few."""
     count: int = request.param
     sizes = {3: [3, 2, 7], 4: [4, 8, 9]}.get(count, [count])
@@ -90,7 +90,7 @@ def expected(collective: Collective, ranks: int, elements: int) -> dict[tuple[in
     }[str(collective)]
 
 
-def replayed(one: Shown) -> list[Buffers]:
+def replayed(one: ShownCollective) -> list[Buffers]:
     """What the ranks hold before and after every round, by doing to arrays what the messages say."""
     given: Buffers = [np.array_split(numbers_of(rank, one.elements), one.ranks) for rank in range(one.ranks)]
     nothing: Buffers = [[np.zeros(0)] * one.ranks for _ in range(one.ranks)]
@@ -117,7 +117,9 @@ def replayed(one: Shown) -> list[Buffers]:
     return states
 
 
-def test_every_algorithm_gives_what_the_collective_is_for_and_what_the_backend_gives(shown: list[Shown]) -> None:
+def test_every_algorithm_gives_what_the_collective_is_for_and_what_the_backend_gives(
+    shown: list[ShownCollective],
+) -> None:
     for one in shown:
         assert one.agrees
         last = one.after[-1] if one.after else one.before
@@ -139,7 +141,7 @@ def seconds_by_rounds(transfers: list[Transfer], link: Link, bytes_per_element: 
     return total
 
 
-def test_the_rounds_cost_what_the_model_predicts(shown: list[Shown]) -> None:
+def test_the_rounds_cost_what_the_model_predicts(shown: list[ShownCollective]) -> None:
     link = Link(alpha=3e-3, beta=1e-3)
     for one in shown:
         predicted = predict(one.collective, one.algorithm, one.ranks, 4 * one.elements, link)
@@ -151,7 +153,9 @@ def test_the_rounds_cost_what_the_model_predicts(shown: list[Shown]) -> None:
             assert counted == pytest.approx(predicted, rel=one.ranks / one.elements)
 
 
-def test_every_number_in_the_svg_is_the_one_on_that_rank_and_every_arrow_a_message(shown: list[Shown]) -> None:
+def test_every_number_in_the_svg_is_the_one_on_that_rank_and_every_arrow_a_message(
+    shown: list[ShownCollective],
+) -> None:
     for one in shown:
         states = replayed(one)
         groups = list(ET.fromstring(draw_collective.as_svg(one)).iter(f"{SVG}g"))
@@ -171,7 +175,7 @@ def test_every_number_in_the_svg_is_the_one_on_that_rank_and_every_arrow_a_messa
         assert arrows == [(transfer.round + 1, transfer.sender, transfer.receiver) for transfer in one.transfers]
 
 
-def test_every_number_in_the_terminal_is_the_one_on_that_rank(shown: list[Shown]) -> None:
+def test_every_number_in_the_terminal_is_the_one_on_that_rank(shown: list[ShownCollective]) -> None:
     for one in shown:
         states = replayed(one)
         text = "\n".join(part.plain for part in draw_collective.in_terminal(one))
@@ -185,7 +189,7 @@ def test_every_number_in_the_terminal_is_the_one_on_that_rank(shown: list[Shown]
             assert row.split()[: one.ranks] == cells, (one.collective, one.algorithm)
 
 
-def test_who_has_gone_into_a_sum_is_who_sent_it(shown: list[Shown]) -> None:
+def test_who_has_gone_into_a_sum_is_who_sent_it(shown: list[ShownCollective]) -> None:
     for one in shown:
         if one.collective == "all-reduce" and one.elements >= one.ranks:
             last = one.sources[-1] if one.sources else one.sources_before
@@ -197,9 +201,9 @@ def test_who_has_gone_into_a_sum_is_who_sent_it(shown: list[Shown]) -> None:
 # ---- Who holds what
 
 
-def hold_all(job: Job) -> dict[Topic, tuple[list[Part], float]]:
+def hold_all(job: Job) -> dict[Topic, tuple[list[HeldMatrix], float]]:
     place = Place(job.rank, job.world_size, job.rank, job.world_size, 0, 1, "store:1", "explicit")
-    found: dict[Topic, tuple[list[Part], float]] = {}
+    found: dict[Topic, tuple[list[HeldMatrix], float]] = {}
     topics: tuple[Topic, ...] = ("ddp", "fsdp", "tp")
     for topic in topics:
         folder = job.folder / topic
@@ -213,10 +217,10 @@ def hold_all(job: Job) -> dict[Topic, tuple[list[Part], float]]:
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda count: f"{count}-ranks")
-def held(request: pytest.FixtureRequest, ranks: RankPool) -> dict[Topic, Held]:
+def held(request: pytest.FixtureRequest, ranks: RankPool) -> dict[Topic, HeldByRanks]:
     everybody: list[Any] = ranks.run(hold_all, request.param)
     return {
-        topic: Held(topic, request.param, [one[topic][0] for one in everybody], everybody[0][topic][1])
+        topic: HeldByRanks(topic, request.param, [one[topic][0] for one in everybody], everybody[0][topic][1])
         for topic in everybody[0]
     }
 
@@ -248,7 +252,7 @@ def on_one_process(ranks: int) -> dict[str, torch.Tensor]:
     return values | {f"after, {name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def whole_of(part: Part, rank: int, topic: Topic, values: dict[str, torch.Tensor]) -> torch.Tensor:
+def whole_of(part: HeldMatrix, rank: int, topic: Topic, values: dict[str, torch.Tensor]) -> torch.Tensor:
     """The whole that a part is of, as one process has it."""
     if part.name == "x":
         return values["x"] if topic == "tp" else values["x"][SAMPLES_AT_ONCE * rank :][:SAMPLES_AT_ONCE]
@@ -262,7 +266,7 @@ def whole_of(part: Part, rank: int, topic: Topic, values: dict[str, torch.Tensor
     return values[f"{'after' if part.moment == 'weights after' else which}, {part.name}.weight"]
 
 
-def test_what_each_rank_holds_is_its_part_of_what_one_process_has(held: dict[Topic, Held]) -> None:
+def test_what_each_rank_holds_is_its_part_of_what_one_process_has(held: dict[Topic, HeldByRanks]) -> None:
     for topic, one in held.items():
         values = on_one_process(1 if topic == "tp" else one.ranks)
         assert one.loss == pytest.approx(float(values["loss"]), rel=1e-6)
@@ -277,7 +281,7 @@ def test_what_each_rank_holds_is_its_part_of_what_one_process_has(held: dict[Top
                 assert np.allclose(part.values or np.zeros((0, 0)), own, rtol=1e-6, atol=1e-6), (topic, rank, part)
 
 
-def test_the_parts_of_all_ranks_are_the_whole_and_each_number_is_kept_once(held: dict[Topic, Held]) -> None:
+def test_the_parts_of_all_ranks_are_the_whole_and_each_number_is_kept_once(held: dict[Topic, HeldByRanks]) -> None:
     for topic in ("fsdp", "tp"):
         one = held[topic]
         for name in ("up", "down"):
@@ -287,7 +291,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_each_number_is_kept_once(held:
             assert sum(len(row) for part in kept for row in part.values) == kept[0].shape[0] * kept[0].shape[1]
 
 
-def test_partial_sums_add_up_to_what_the_all_reduce_gives(held: dict[Topic, Held]) -> None:
+def test_partial_sums_add_up_to_what_the_all_reduce_gives(held: dict[Topic, HeldByRanks]) -> None:
     one = held["tp"]
     partial = [part.values for parts in one.parts for part in parts if part.moment == "its partial sums"]
     given = [part.values for parts in one.parts for part in parts if part.moment == "after the all-reduce"]
@@ -295,7 +299,7 @@ def test_partial_sums_add_up_to_what_the_all_reduce_gives(held: dict[Topic, Held
     assert all(np.array_equal(np.sum(partial, axis=0), result) for result in given)
 
 
-def test_gradients_of_replicas_add_up_to_what_the_all_reduce_gives(held: dict[Topic, Held]) -> None:
+def test_gradients_of_replicas_add_up_to_what_the_all_reduce_gives(held: dict[Topic, HeldByRanks]) -> None:
     one = held["ddp"]
     for name in ("up", "down"):
         own = [p.values for parts in one.parts for p in parts if (p.moment, p.name) == ("own gradient", name)]
@@ -309,7 +313,7 @@ def test_gradients_of_replicas_add_up_to_what_the_all_reduce_gives(held: dict[To
         assert all(np.allclose(np.sum(own, axis=0), result) for result in summed)
 
 
-def test_every_drawn_number_of_a_layout_is_the_one_on_that_rank(held: dict[Topic, Held]) -> None:
+def test_every_drawn_number_of_a_layout_is_the_one_on_that_rank(held: dict[Topic, HeldByRanks]) -> None:
     for one in held.values():
         root = ET.fromstring(draw_layout.as_svg(one))
         drawn: dict[tuple[int, str, str], dict[tuple[int, int], float]] = {}
@@ -331,7 +335,7 @@ def test_every_drawn_number_of_a_layout_is_the_one_on_that_rank(held: dict[Topic
         assert not drawn
 
 
-def test_every_number_of_a_layout_in_the_terminal_is_the_one_on_that_rank(held: dict[Topic, Held]) -> None:
+def test_every_number_of_a_layout_in_the_terminal_is_the_one_on_that_rank(held: dict[Topic, HeldByRanks]) -> None:
     for one in held.values():
         texts = [text.plain for text in draw_layout.in_terminal(one)]
         for moment in draw_layout.moments(one):

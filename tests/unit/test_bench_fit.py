@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lockstep.links.cost import Link
-from lockstep.links.fit import Curve, fit_link, worst_miss
+from lockstep.links.fit import TimeCurve, fit_link, worst_miss
 
 SIZES = [1e3 * 4**power for power in range(9)]
 LINK = Link(alpha=40e-6, beta=1 / 2e9)
@@ -48,7 +48,7 @@ def test_neither_number_is_ever_below_zero() -> None:
 
 def test_a_curve_follows_a_bend_that_two_numbers_miss() -> None:
     bent = [(size, LINK.seconds(size) * (3 if size > 3e6 else 1)) for size in SIZES]
-    curve = Curve.through(bent)
+    curve = TimeCurve.through(bent)
     for size, seconds in bent:
         assert curve.seconds(size) == pytest.approx(seconds)
     assert worst_miss(fit_link(bent), bent) > 0.15
@@ -56,19 +56,19 @@ def test_a_curve_follows_a_bend_that_two_numbers_miss() -> None:
 
 @pytest.mark.parametrize("factor", [1.5, 2, 3])
 def test_a_curve_predicts_sizes_between_the_measured_ones(factor: float) -> None:
-    curve = Curve.through(measured(LINK, noise=0))
+    curve = TimeCurve.through(measured(LINK, noise=0))
     for size in SIZES[:-1]:
         assert curve.seconds(size * factor) == pytest.approx(LINK.seconds(size * factor))
 
 
 def test_beyond_the_measured_sizes_the_last_known_holds() -> None:
-    curve = Curve.through([(1e3, 1e-4), (1e6, 1e-3)])
+    curve = TimeCurve.through([(1e3, 1e-4), (1e6, 1e-3)])
     assert curve.seconds(1) == pytest.approx(1e-4)
     assert curve.seconds(1e7) == pytest.approx(1e-2)
 
 
 def test_no_time_is_below_that_of_a_smaller_size() -> None:
-    curve = Curve.through([(1e6, 1e-3), (1e3, 4e-4), (4e3, 1e-4), (1.6e4, 2e-4)])
+    curve = TimeCurve.through([(1e6, 1e-3), (1e3, 4e-4), (4e3, 1e-4), (1.6e4, 2e-4)])
     times = [curve.seconds(10 ** (power / 10)) for power in range(20, 80)]
     assert times == sorted(times)
     assert curve.seconds(1e3) == pytest.approx(2e-4), "the geometric mean of 4e-4 and 1e-4"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.cluster import Cluster, Node
-from lockstep.links.expected import Expected, Network, expect, find_disappointments, look_at_network
+from lockstep.links.expected import ExpectedSpeed, Network, expect, find_disappointments, look_at_network
 from lockstep.links.measured import Pair, medians
 from lockstep.links.slow_links import find_slow, pair_rounds
 
@@ -161,7 +161,7 @@ def test_a_bandwidth_far_below_infiniband_is_named_without_a_setting_too(tmp_pat
 
 def test_a_socket_is_compared_with_its_interface_and_with_no_more_than_sockets_give(tmp_path: Path) -> None:
     slow = look_at_network("a", "eth0", {}, plant(tmp_path, ETHERNET | {"net/eth0/speed": "1000\n"}))
-    assert expect(None, [slow], "gloo")[False] == Expected(0.125, "interface eth0 of a")
+    assert expect(None, [slow], "gloo")[False] == ExpectedSpeed(0.125, "interface eth0 of a")
     (only,) = find_disappointments({False: 0.03}, expect(None, [slow], "gloo"), [slow], "gloo")
     assert only.evidence.startswith("links between nodes give 24% of what they should: median 0.03 GB/s")
     fast = look_at_network("a", "eth0", {}, plant(tmp_path, ETHERNET | INFINIBAND | {"net/eth0/speed": "100000\n"}))

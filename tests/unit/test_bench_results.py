@@ -14,7 +14,7 @@ from lockstep.cli.bench import parse_sizes
 from lockstep.errors import UserError
 from lockstep.links.bench_show import show_pairs
 from lockstep.links.cost import Collective
-from lockstep.links.expected import Expected
+from lockstep.links.expected import ExpectedSpeed
 from lockstep.links.findings import Finding
 from lockstep.links.measured import (
     Bench,
@@ -178,7 +178,7 @@ def test_bytes_and_seconds_for_people_never_round_up_to_a_thousand() -> None:
 def test_the_matrix_marks_what_is_slow_even_where_most_links_are() -> None:
     found = [Pair(a=a, b=b, gb_s=0.1 if b == 2 else 2.0, latency=1e-5) for a, b in ((0, 1), (0, 2), (1, 2))]
     terminal = Console(file=io.StringIO(), width=100)
-    show_pairs(found, [0, 1, 2], ["a", "b", "c"], {False: Expected(1.5, "cluster big")}, terminal)
+    show_pairs(found, [0, 1, 2], ["a", "b", "c"], {False: ExpectedSpeed(1.5, "cluster big")}, terminal)
     assert isinstance(terminal.file, io.StringIO)
     text = terminal.file.getvalue()
     assert re.search(r"^2 c +0\.1! +0\.1! +\.", text, re.M)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkup.reach import Call, Folder, calls, folders
+from lockstep.checkup.reach import DoorKnock, Folder, calls, folders
 from lockstep.links.findings import Finding, Plan, judge_nodes
 from lockstep.links.topology import draw
-from lockstep.runtime.host.gpus import Gpu
-from lockstep.runtime.host.machine import Node, Numa, Port, look_around
+from lockstep.runtime.host.gpus import DriverGpu
+from lockstep.runtime.host.machine import NodeFacts, Numa, Port, look_around
 
 GIGABYTE = 10**9
 
 
-def node(**changes: Any) -> Node:
+def node(**changes: Any) -> NodeFacts:
     sound: dict[str, Any] = {
         "host": "node1",
         "addresses": ["10.0.0.1"],
@@ -40,7 +40,7 @@ def node(**changes: Any) -> Node:
         "gpu_driver": False,
         "gpu_trouble": "",
     }
-    return Node(**{**sound, **changes})
+    return NodeFacts(**{**sound, **changes})
 
 
 def port(name: str, **changes: Any) -> Port:
@@ -48,14 +48,14 @@ def port(name: str, **changes: Any) -> Port:
     return Port(name=name, **{**plain, **changes})
 
 
-def gpu(index: int = 0, **changes: Any) -> Gpu:
+def gpu(index: int = 0, **changes: Any) -> DriverGpu:
     plain: dict[str, Any] = {"name": "H200", "uuid": "", "pci": "0000:18:00.0", "numa": 0, "memory": 141 * GIGABYTE}
     plain |= {"memory_used": 0, "ecc_errors": 0, "rows_pending": False, "slowed_by": [], "temperature": 40}
     plain["processes"] = []
-    return Gpu(index=index, **{**plain, **changes})
+    return DriverGpu(index=index, **{**plain, **changes})
 
 
-def bad(nodes: list[Node], nproc: int = 2, device: Any = "cpu", workers: int | None = None) -> list[Finding]:
+def bad(nodes: list[NodeFacts], nproc: int = 2, device: Any = "cpu", workers: int | None = None) -> list[Finding]:
     found = judge_nodes(nodes, Plan([nproc] * len(nodes), device, workers))
     for finding in found:
         assert finding.evidence
@@ -193,7 +193,7 @@ def test_a_default_route_is_not_called_the_internet() -> None:
     assert (finding.level, "was not tried" in finding.evidence) == ("ok", True)
 
 
-def call(caller: int, called: int, **changes: Any) -> Call:
+def call(caller: int, called: int, **changes: Any) -> DoorKnock:
     plain = {
         "address": f"10.0.0.{called}",
         "interface": "eth0",
@@ -202,7 +202,7 @@ def call(caller: int, called: int, **changes: Any) -> Call:
         "trouble": "",
         "name": "10.0.0.1",
     }
-    return Call(caller, called, **{**plain, **changes})
+    return DoorKnock(caller, called, **{**plain, **changes})
 
 
 def test_a_peer_that_is_not_reached_is_named_with_the_way_there() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.faults.hangs import (
     AFTER_THE_LOOP,
     FOR_EVERY_RANK,
-    Report,
+    RankReport,
     Verdict,
     explain,
     mismatched,
@@ -31,9 +31,9 @@ SAVE = ("run.save", "train.py:25 in <module>")
 CLOSED = ("run.close", "train.py:40 in <module>")
 
 
-def waiting(rank: int, place: tuple[str, str], shapes: list[str] | None = None) -> Report:
+def waiting(rank: int, place: tuple[str, str], shapes: list[str] | None = None) -> RankReport:
     call, where = place
-    return Report(
+    return RankReport(
         rank,
         f"node{rank // 4}",
         100 + rank,
@@ -47,11 +47,11 @@ def waiting(rank: int, place: tuple[str, str], shapes: list[str] | None = None) 
     )
 
 
-def busy(rank: int, where: str = "train.py:33 in augment", step: int = 25, phase: str = "reading data") -> Report:
-    return Report(rank, f"node{rank // 4}", 100 + rank, phase, step, False, False, "", where)
+def busy(rank: int, where: str = "train.py:33 in augment", step: int = 25, phase: str = "reading data") -> RankReport:
+    return RankReport(rank, f"node{rank // 4}", 100 + rank, phase, step, False, False, "", where)
 
 
-def all_but(odd: dict[int, Report], count: int, place: tuple[str, str] = STEP) -> list[Report]:
+def all_but(odd: dict[int, RankReport], count: int, place: tuple[str, str] = STEP) -> list[RankReport]:
     return [odd.get(rank) or waiting(rank, place) for rank in range(count)]
 
 
@@ -128,7 +128,7 @@ def test_of_all_that_a_collective_was_given_what_differs_is_told() -> None:
     told(verdict, "ranks 0, 2 gave float32 [3], rank 1 gave float32 [3] and float32 [4]")
 
 
-def aborted(rank: int, place: tuple[str, str]) -> Report:
+def aborted(rank: int, place: tuple[str, str]) -> RankReport:
     """A rank whose backend has ended it, because of what others gave; what itself gave is not known."""
     return waiting(rank, place, [])
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lockstep.observe.telemetry import HostSampler, Telemetry, _nvml, machine_event, processor_seconds
 from lockstep.record.events import validate
-from lockstep.runtime.host.sensors import Counts, GpuSensors, Look, Rapl, Sensors, descendants
+from lockstep.runtime.host.sensors import Counts, GpuSensors, Rapl, SensorLook, Sensors, descendants
 from lockstep.runtime.rank_env import place_of
 from tests.patience import wait_for
 
@@ -171,8 +171,8 @@ class PlantedHost:
         busy, whole = 6 * self.at, 8 * self.at  # of eight cores
         return Counts(self.at, busy, whole, int(1000 * self.at), int(2000 * self.at), 0, int(123_456 * self.at))
 
-    def look(self, _: float) -> Look:
-        return Look(self.at, int((10 + self.at) * GB), 64 * GB, 90.0 * self.at, self.gpus.read(self.at))
+    def look(self, _: float) -> SensorLook:
+        return SensorLook(self.at, int((10 + self.at) * GB), 64 * GB, 90.0 * self.at, self.gpus.read(self.at))
 
     def close(self) -> None:
         self.closed = True
@@ -223,7 +223,7 @@ def test_a_thread_samples_until_the_end_and_troubles_in_it_are_nobodys(monkeypat
     host = PlantedHost()
     looks = []
 
-    def look(now: float) -> Look:
+    def look(now: float) -> SensorLook:
         looks.append(now)
         if len(looks) < 3:
             raise RuntimeError("a sensor that nobody has heard of")
@@ -248,7 +248,7 @@ def test_a_driver_that_does_not_answer_holds_nobody_up_and_what_it_said_last_is_
     sampler.take()
     asked, answer = threading.Event(), threading.Event()
 
-    def look(_: float) -> Look:
+    def look(_: float) -> SensorLook:
         asked.set()
         answer.wait()
         return PlantedHost.look(host, 0.0)

@@ -55,7 +55,7 @@ NOT_SUPPORTED = re.compile(r"not (currently )?support|unsupported|not implemente
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchWork:
     """What is to be measured, the same on every rank."""
 
     layout: Layout
@@ -76,7 +76,7 @@ class Work:
         return present + ([WORLD] if len(present) > 1 else [])
 
 
-def measure(work: Work, seat: Seat) -> None:
+def measure(work: BenchWork, seat: Seat) -> None:
     """All of it, on one rank. Rank 0 tells its command every result as soon as it is there: a `told` tuple."""
     device = choose_device(seat.place, "cuda" if work.device == "cuda" else "cpu", work.share_gpu)
     if device.type == "cuda":

@@ -37,7 +37,7 @@ class Wrong:
 
 
 @dataclass(frozen=True)
-class Group:
+class TalkingRanks:
     """Ranks that talk: by which axes, and which of them this one is."""
 
     name: str
@@ -72,7 +72,7 @@ def check_all(comm: Comm, layout: Layout, device: torch.device, at: Callable[[st
     return checked, wrong
 
 
-def groups_of(comm: Comm, layout: Layout) -> list[Group]:
+def groups_of(comm: Comm, layout: Layout) -> list[TalkingRanks]:
     """The group of every axis and of every pair of axes that this rank is in, and that of all ranks."""
     axes = [axis for axis in AXES if layout.size(axis) > 1]
     found = [(axis, comm.group(axis), layout.ranks_along(axis)) for axis in axes]
@@ -86,12 +86,12 @@ def groups_of(comm: Comm, layout: Layout) -> list[Group]:
     for name, group, sets in found:
         assert group is not None
         ranks = next(ranks for ranks in sets if comm.rank in ranks)
-        groups.append(Group(name, group, list(ranks), ranks.index(comm.rank)))
+        groups.append(TalkingRanks(name, group, list(ranks), ranks.index(comm.rank)))
     return groups
 
 
 def _collectives(
-    group: Group, device: torch.device, at: Callable[[str], None]
+    group: TalkingRanks, device: torch.device, at: Callable[[str], None]
 ) -> Iterator[tuple[str, Callable[[], str | None]]]:
     """All calls to try. Every rank of the group makes the same ones in the same order."""
     sizes = [size for size in SIZES if size * group.size <= MOST_ELEMENTS]
@@ -107,7 +107,7 @@ def _collectives(
 class Values:
     """What each rank of a group puts into a collective, and what has to come out."""
 
-    def __init__(self, group: Group, device: torch.device, form: torch.dtype, size: int) -> None:
+    def __init__(self, group: TalkingRanks, device: torch.device, form: torch.dtype, size: int) -> None:
         self.group, self.device, self.form, self.size = group, device, form, size
         self.all = [self._of(rank) for rank in range(group.size)]
 

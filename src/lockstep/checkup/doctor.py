@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkup.check_collectives import check_all, computes
-from lockstep.checkup.reach import SECONDS_FOR_THE_OTHERS, Call, call_all, calls, folders, look_at_folder
+from lockstep.checkup.reach import SECONDS_FOR_THE_OTHERS, DoorKnock, call_all, calls, folders, look_at_folder
 from lockstep.errors import UserError
 from lockstep.launch.meeting import Meeting, meet
 from lockstep.launch.nodes import Nodes
@@ -25,7 +25,7 @@ from lockstep.launch.probe import Answer, Seat, first_trouble, leaving_on_sigter
 from lockstep.layout import Layout
 from lockstep.links.findings import Finding, Plan, judge_nodes
 from lockstep.runtime.device import backend_for, choose_device
-from lockstep.runtime.host.machine import Node, look_around
+from lockstep.runtime.host.machine import NodeFacts, look_around
 
 SECONDS_TO_MEET = 60.0
 SECONDS_TO_COME = 120.0
@@ -48,10 +48,10 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What was found on all nodes."""
 
-    nodes: list[Node]
+    nodes: list[NodeFacts]
     findings: list[Finding]
 
     @property
@@ -60,7 +60,7 @@ class Report:
         return not any(finding.is_bad for finding in self.findings)
 
 
-def examine(nodes: Nodes, names: Sequence[str], wanted: Wanted, status: Callable[[str], None]) -> Report:
+def examine(nodes: Nodes, names: Sequence[str], wanted: Wanted, status: Callable[[str], None]) -> DoctorReport:
     """Look at everything, together with the other nodes; `names` is what they are called before they have said it."""
     try:
         meeting = meet(nodes, SECONDS_TO_MEET)
@@ -73,13 +73,13 @@ def examine(nodes: Nodes, names: Sequence[str], wanted: Wanted, status: Callable
         return _alone(f"the head is gone ({str(error).splitlines()[0]})")
 
 
-def _alone(why: str) -> Report:
+def _alone(why: str) -> DoctorReport:
     """What a node says that does not reach the others, or loses them."""
     fix = "see whether the same command runs on the head, and what is between"
-    return Report([], [Finding("network", "broken", socket.gethostname(), why, fix)])
+    return DoctorReport([], [Finding("network", "broken", socket.gethostname(), why, fix)])
 
 
-def _examine(meeting: Meeting, names: Sequence[str], wanted: Wanted, status: Callable[[str], None]) -> Report:
+def _examine(meeting: Meeting, names: Sequence[str], wanted: Wanted, status: Callable[[str], None]) -> DoctorReport:
     status("looking at the machine, and waiting for the other nodes")
     told = meeting.share("facts", {"node": look_around().model_dump(), "nproc": wanted.processes}, SECONDS_TO_COME)
     # The head decides who takes part: a node that has just come would see more of them than those that gave up.
@@ -87,7 +87,7 @@ def _examine(meeting: Meeting, names: Sequence[str], wanted: Wanted, status: Cal
     if present is None or not present[meeting.rank]:
         fix = "start the nodes closer together, or again"
         late = Finding("network", "broken", names[meeting.rank], "this node came when the head had given up", fix)
-        return Report([], [late])
+        return DoctorReport([], [late])
     told = [facts if is_here else None for facts, is_here in zip(told, present, strict=True)]
     missing = [
         Finding(
@@ -100,12 +100,12 @@ def _examine(meeting: Meeting, names: Sequence[str], wanted: Wanted, status: Cal
         for number, facts in enumerate(told)
         if facts is None
     ]
-    nodes = [Node.model_validate(facts["node"]) for facts in told if facts is not None]
+    nodes = [NodeFacts.model_validate(facts["node"]) for facts in told if facts is not None]
     hosts = [facts["node"]["host"] if facts else names[number] for number, facts in enumerate(told)]
     processes = [facts["nproc"] for facts in told if facts is not None]
     findings = [*missing, *judge_nodes(nodes, Plan(processes, wanted.device, wanted.workers))]
     status("looking at the network and the run folder")
-    made: list[Call] = []
+    made: list[DoorKnock] = []
     if missing:  # the others would be waited for again and again
         findings += folders(hosts[meeting.rank :][:1], look_at_folder(Meeting(), wanted.run_dir))
     else:
@@ -114,12 +114,12 @@ def _examine(meeting: Meeting, names: Sequence[str], wanted: Wanted, status: Cal
         findings += folders(hosts, look_at_folder(meeting, wanted.run_dir))
     if missing or any(call.trouble for call in made):
         unchecked = "not checked, because not all nodes reach each other"
-        return Report(
+        return DoctorReport(
             nodes, [*findings, Finding("collectives", "note", "all ranks", unchecked, "mend the network first")]
         )
     status("")  # ranks are forks, and the thread that shows it would leave them half of itself
     findings += _collectives(meeting, Layout.parse(wanted.layout).resolve(sum(processes)), wanted)
-    return Report(nodes, findings)
+    return DoctorReport(nodes, findings)
 
 
 def _collectives(meeting: Meeting, layout: Layout, wanted: Wanted) -> list[Finding]:

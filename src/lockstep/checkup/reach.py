@@ -31,7 +31,7 @@ SECONDS_OF_WRITING = 3.0
 
 
 @dataclass(frozen=True)
-class Call:
+class DoorKnock:
     """One node's knock at another one's door: which of its interfaces leads there, how long the answer took."""
 
     caller: int
@@ -57,7 +57,7 @@ class Folder:
     trouble: str
 
 
-def call_all(meeting: Meeting, hosts: Sequence[str]) -> list[Call]:
+def call_all(meeting: Meeting, hosts: Sequence[str]) -> list[DoorKnock]:
     """Knock at every other node, while they knock here; all calls of all nodes, where they could tell of them."""
     if meeting.store is None:
         return []
@@ -70,7 +70,7 @@ def call_all(meeting: Meeting, hosts: Sequence[str]) -> list[Call]:
         told = meeting.share("calls", [asdict(call) for call in made], SECONDS_FOR_THE_OTHERS)
         with suppress(OSError):
             door.shutdown(socket.SHUT_RDWR)  # else its thread would sit there, and the port stay taken
-        return [Call(**call) for calls_of in told for call in calls_of or []]
+        return [DoorKnock(**call) for calls_of in told for call in calls_of or []]
 
 
 def _answer(door: socket.socket) -> None:
@@ -82,7 +82,7 @@ def _answer(door: socket.socket) -> None:
                 caller.sendall(json.dumps(time.time()).encode())
 
 
-def _call(me: int, other: int, host: str, address: str, port: int) -> Call:
+def _call(me: int, other: int, host: str, address: str, port: int) -> DoorKnock:
     interface, name = "", _address_of(host)
     began = time.time()
     try:
@@ -98,9 +98,9 @@ def _call(me: int, other: int, host: str, address: str, port: int) -> Call:
             if isinstance(error, OSError)
             else "no answer"
         )
-        return Call(me, other, address, interface, None, 0.0, why, name)
+        return DoorKnock(me, other, address, interface, None, 0.0, why, name)
     took = time.time() - began
-    return Call(me, other, address, interface, took, theirs - (began + took / 2), "", name)
+    return DoorKnock(me, other, address, interface, took, theirs - (began + took / 2), "", name)
 
 
 def _address_of(host: str) -> str:
@@ -164,7 +164,7 @@ def _writing_speed(folder: Path) -> tuple[float | None, str]:
     return written / (time.monotonic() - began), ""
 
 
-def calls(hosts: Sequence[str], made: Sequence[Call]) -> Iterator[Finding]:
+def calls(hosts: Sequence[str], made: Sequence[DoorKnock]) -> Iterator[Finding]:
     """Whether every node reaches every other, by which interface, and whether their clocks agree."""
     failed = [call for call in made if call.trouble]
     for call in failed:

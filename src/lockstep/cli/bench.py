@@ -20,11 +20,11 @@ from lockstep.errors import UserError, unknown
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.checkup.bench import Work
+    from lockstep.checkup.bench import BenchWork
     from lockstep.config.cluster import Cluster
     from lockstep.launch.meeting import Meeting
     from lockstep.links.cost import Collective
-    from lockstep.links.expected import Expected, Network
+    from lockstep.links.expected import ExpectedSpeed, Network
     from lockstep.links.measured import Bench, Pair, Row, Speed
 
 FACTOR = 4
@@ -89,9 +89,9 @@ def bench_command(
     }
     with meet(found_nodes, SECONDS_TO_MEET) as meeting:
         counts = _agree(meeting, {"nproc": count, **asked, "share_gpu": bool(share_gpu)})
-        from lockstep.checkup.bench import Work
+        from lockstep.checkup.bench import BenchWork
 
-        work = Work(
+        work = BenchWork(
             layout=Layout.parse(layout or "dp=auto").resolve(sum(counts)),
             sizes=parse_sizes(asked["sizes"]),
             collectives=chosen,
@@ -118,7 +118,7 @@ def bench_command(
 class BenchSoFar:
     """What rank 0 has told so far."""
 
-    work: Work
+    work: BenchWork
     profile: Cluster | None
     ranks: list[dict[str, Any]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -141,7 +141,7 @@ class BenchSoFar:
 
         return [Network.from_json(told) for told in {rank["node"]: rank["network"] for rank in self.ranks}.values()]
 
-    def expected(self) -> dict[bool, Expected]:
+    def expected(self) -> dict[bool, ExpectedSpeed]:
         """What pairs inside a node and between nodes should give."""
         from lockstep.links.expected import expect
 
@@ -237,14 +237,14 @@ def _agree(meeting: Meeting, asked: dict[str, Any]) -> list[int]:
     return [one["nproc"] for one in told]
 
 
-def _announce(work: Work, ranks: int, nodes: int, terminal: Terminal) -> None:
+def _announce(work: BenchWork, ranks: int, nodes: int, terminal: Terminal) -> None:
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
     terminal.print(f"layout {work.layout}: {where}, {work.device}, {work.backend}", soft_wrap=True)
     if ranks == 1:
         terminal.print("one rank has nobody to talk to, so only its device is measured: --nproc 2 starts two")
 
 
-def _measure(work: Work, count: int, meeting: Meeting, results: BenchSoFar, terminal: Terminal | None) -> int:
+def _measure(work: BenchWork, count: int, meeting: Meeting, results: BenchSoFar, terminal: Terminal | None) -> int:
     """Have the ranks measure, and show rows as they come; returns the exit code as far as it is known then."""
     from lockstep.checkup.bench import measure
     from lockstep.launch.probe import CONSEQUENCE, first_trouble, run_ranks

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.checkup.doctor import Report
+    from lockstep.checkup.doctor import DoctorReport
 
 
 def doctor_command(
@@ -73,7 +73,7 @@ def doctor_command(
 MARKS = {"ok": "[green]ok[/]", "note": "note", "slow": "[yellow]SLOW[/]", "broken": "[bold red]BROKEN[/]"}
 
 
-def _show(report: Report, terminal: Terminal) -> None:
+def _show(report: DoctorReport, terminal: Terminal) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def _show(report: Report, terminal: Terminal) -> None:
     terminal.print(f"\n{verdict}", style="bold red" if broken else "yellow" if slow else "green")
 
 
-def _as_json(report: Report) -> dict[str, object]:
+def _as_json(report: DoctorReport) -> dict[str, object]:
     return {
         "ok": report.is_fit,
         "findings": [asdict(finding) for finding in report.findings],

@@ -19,9 +19,9 @@ from lockstep.text.units import bytes_text
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.lab.collectives import Shown
+    from lockstep.lab.collectives import ShownCollective
     from lockstep.lab.layouts import Topic
-    from lockstep.lab.timing import Measured
+    from lockstep.lab.timing import MeasuredTimes
     from lockstep.links.cost import Algorithm, Collective
 
 app = typer.Typer(
@@ -148,7 +148,7 @@ def _show_collective(asked: CollectiveQuestion) -> int:
     return 0 if all(one.agrees for one in everything) else 1
 
 
-def _show_agreement(everything: list[Shown], terminal: Terminal) -> None:
+def _show_agreement(everything: list[ShownCollective], terminal: Terminal) -> None:
     terminal.print()
     given = f"what gloo's own {everything[0].collective} gives"
     for one in everything:
@@ -173,8 +173,8 @@ def _possible(collective: Collective, ranks: int) -> tuple[list[Algorithm], list
 
 
 def _measured(
-    asked: CollectiveQuestion, everything: list[Shown], terminal: Terminal
-) -> tuple[Measured | None, str | None]:
+    asked: CollectiveQuestion, everything: list[ShownCollective], terminal: Terminal
+) -> tuple[MeasuredTimes | None, str | None]:
     """Time the algorithms over slow cables; None and why, where that cannot be."""
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -202,7 +202,9 @@ def _measured(
             return None, f"nothing is measured, because a slow network cannot be made here: {error}"
 
 
-def _rows(asked: CollectiveQuestion, everything: list[Shown], measured: Measured | None) -> list[dict[str, Any]]:
+def _rows(
+    asked: CollectiveQuestion, everything: list[ShownCollective], measured: MeasuredTimes | None
+) -> list[dict[str, Any]]:
     from lockstep.lab.collectives import cost_of
     from lockstep.links.cost import Link, predict
 
@@ -225,7 +227,7 @@ def _rows(asked: CollectiveQuestion, everything: list[Shown], measured: Measured
 
 
 def _show_times(
-    asked: CollectiveQuestion, rows: list[dict[str, Any]], measured: Measured | None, terminal: Terminal
+    asked: CollectiveQuestion, rows: list[dict[str, Any]], measured: MeasuredTimes | None, terminal: Terminal
 ) -> None:
     alpha = f", {1e6 * measured.link.alpha:.0f} µs a message (measured)" if measured else ""
     on = f"{asked.ranks} rank{'s' if asked.ranks > 1 else ''}"
@@ -247,7 +249,11 @@ def _show_times(
 
 
 def _as_json(
-    asked: CollectiveQuestion, rows: list[dict[str, Any]], measured: Measured | None, why_not: str | None, drawn: Shown
+    asked: CollectiveQuestion,
+    rows: list[dict[str, Any]],
+    measured: MeasuredTimes | None,
+    why_not: str | None,
+    drawn: ShownCollective,
 ) -> dict[str, Any]:
     return {
         "collective": asked.collective,

@@ -19,19 +19,19 @@ class Transfers:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, data: Any) -> Sent:
+    def send(self, data: Any) -> SentBatch:
         """Start to copy the tensors of a batch."""
         if self._stream is None:
-            return Sent(data, self._device, None)
+            return SentBatch(data, self._device, None)
 
         def move(x: Any) -> Any:
             return x.to(self._device, non_blocking=True) if isinstance(x, torch.Tensor) else x
 
         with torch.cuda.stream(self._stream):
-            return Sent(tree_map(move, data), self._device, self._stream.record_event())
+            return SentBatch(tree_map(move, data), self._device, self._stream.record_event())
 
 
-class Sent:
+class SentBatch:
     """A batch that arrives on the device."""
 
     def __init__(self, data: Any, device: torch.device, arrived: torch.cuda.Event | None) -> None:

@@ -28,7 +28,7 @@ AFTER_THE_LOOP = ("close", "leave", "_at_exit", "__exit__")
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one rank does, as its watchdog sees it."""
 
     rank: int
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def explain(
-    reports: Sequence[Report],
+    reports: Sequence[RankReport],
     lead: str,
     silent: Sequence[int] = (),
     hosts: Mapping[int, Sequence[object]] | None = None,
@@ -93,7 +93,7 @@ def explain(
     return Verdict(f"{sentence}; check links and firewalls, or give a longer timeout_minutes", "network", 0, first.host)
 
 
-def mismatched(found: Sequence[Report], others: Sequence[Report]) -> Verdict:
+def mismatched(found: Sequence[RankReport], others: Sequence[RankReport]) -> Verdict:
     """Ranks did not wait for ever: in a collective of the ranks `found` tensors came that do not go together.
 
     What these gave is not known any more. The `others` have lost them, in the same call or later.
@@ -106,7 +106,7 @@ def mismatched(found: Sequence[Report], others: Sequence[Report]) -> Verdict:
     return _shapes("", [report for report in others if report.place == first.place], found, elsewhere)
 
 
-def no_samples(report: Report, lead: str) -> Verdict:
+def no_samples(report: RankReport, lead: str) -> Verdict:
     """What to say of one rank alone whose loader gives nothing any more."""
     sentence = f"{lead}rank {report.rank} is {report.phase} of step {report.step} at {report.where}"
     fix = "find out why that takes for ever (a lock, a network file), or give a longer timeout_minutes"
@@ -119,7 +119,7 @@ SAME_BLOCKS = (
 )
 
 
-def parted_ways(reports: Sequence[Report]) -> Verdict | None:
+def parted_ways(reports: Sequence[RankReport]) -> Verdict | None:
     """Whether ranks have called different sharded blocks in one step: then they wait for each other for ever.
 
     Needs no patience: it is so however long they have waited.
@@ -137,7 +137,9 @@ def parted_ways(reports: Sequence[Report]) -> Verdict | None:
     return None
 
 
-def _dead(lead: str, waiting: list[Report], silent: Sequence[int], hosts: Mapping[int, Sequence[object]]) -> Verdict:
+def _dead(
+    lead: str, waiting: list[RankReport], silent: Sequence[int], hosts: Mapping[int, Sequence[object]]
+) -> Verdict:
     host = str(hosts[silent[0]][0]) if silent[0] in hosts else "an unknown host"
     pid = f" (pid {hosts[silent[0]][1]} there)" if silent[0] in hosts else ""
     who = f"{ranks(silent)} on {host} {'does' if len(silent) == 1 else 'do'} not answer{pid}"
@@ -146,7 +148,7 @@ def _dead(lead: str, waiting: list[Report], silent: Sequence[int], hosts: Mappin
     return Verdict(f"{sentence}; look at its log and its node", "dead rank", silent[0], host)
 
 
-def _slow(lead: str, waiting: list[Report], busy: list[Report]) -> Verdict:
+def _slow(lead: str, waiting: list[RankReport], busy: list[RankReport]) -> Verdict:
     slow = min(busy, key=lambda report: (report.step, report.rank))
     names = ranks([report.rank for report in busy])
     doing = f"{slow.where}, {slow.phase} of step {slow.step}" if slow.where else f"{slow.phase} of step {slow.step}"
@@ -155,7 +157,7 @@ def _slow(lead: str, waiting: list[Report], busy: list[Report]) -> Verdict:
     return Verdict(f"{sentence}; {fix}", "slow rank", slow.rank, slow.host, slow.where)
 
 
-def _conditional(lead: str, waiting: list[Report], conditional: list[Report]) -> Verdict:
+def _conditional(lead: str, waiting: list[RankReport], conditional: list[RankReport]) -> Verdict:
     rest = [report for report in waiting if report not in conditional]
     few, many = sorted((conditional, rest), key=len)
     first = conditional[0]
@@ -165,7 +167,7 @@ def _conditional(lead: str, waiting: list[Report], conditional: list[Report]) ->
     return Verdict(f"{sentence}; {fix}", "rank-conditional call", odd.rank, odd.host, first.where)
 
 
-def _uneven(lead: str, waiting: list[Report], gone: list[Report]) -> Verdict:
+def _uneven(lead: str, waiting: list[RankReport], gone: list[RankReport]) -> Verdict:
     rest = [report for report in waiting if report not in gone]
     first, names = gone[0], ranks([report.rank for report in gone])
     has = "has" if len(gone) == 1 else "have"
@@ -175,10 +177,10 @@ def _uneven(lead: str, waiting: list[Report], gone: list[Report]) -> Verdict:
 
 
 def _shapes(
-    lead: str, waiting: Sequence[Report], found: Sequence[Report] = (), gone_on: Sequence[Report] = ()
+    lead: str, waiting: Sequence[RankReport], found: Sequence[RankReport] = (), gone_on: Sequence[RankReport] = ()
 ) -> Verdict:
     """Who gave what to one collective. Nobody knows what the ranks `found` gave, and those that have `gone_on`."""
-    by_shape: dict[str, list[Report]] = {}
+    by_shape: dict[str, list[RankReport]] = {}
     for report in waiting:
         by_shape.setdefault(" and ".join(report.shapes) or "something else", []).append(report)
     if found and len(by_shape) == 1:
@@ -196,7 +198,7 @@ def _shapes(
     return Verdict(f"{sentence}; {fix}", "different shapes", odd.rank, odd.host, odd.where)
 
 
-def _skipped(lead: str, waiting: list[Report]) -> Verdict:
+def _skipped(lead: str, waiting: list[RankReport]) -> Verdict:
     own = [report for report in waiting if _is_own(report)]
     groups = Counter(report.place for report in waiting)
     if own and len(own) < len(waiting):
@@ -215,22 +217,22 @@ def _skipped(lead: str, waiting: list[Report]) -> Verdict:
     return Verdict(f"{sentence}; {fix}", "skipped collective", odd.rank, odd.host, callers[0].where)
 
 
-def _is_own(report: Report) -> bool:
+def _is_own(report: RankReport) -> bool:
     """Whether it is in a collective that the script makes by itself."""
     return report.call.startswith("dist.")
 
 
-def _passed(report: Report, file: str) -> bool:
+def _passed(report: RankReport, file: str) -> bool:
     """Whether a file of Lockstep's is in the stack."""
     return any(f"/lockstep/{file}:" in line for line in report.stack)
 
 
-def _method(report: Report) -> str:
+def _method(report: RankReport) -> str:
     owner, _, method = report.call.partition(".")
     return method if owner == "run" else ""
 
 
-def _groups(reports: Sequence[Report]) -> str:
+def _groups(reports: Sequence[RankReport]) -> str:
     """Who waits in what."""
     by_place: dict[str, list[int]] = {}
     for report in sorted(reports, key=lambda one: one.rank):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.data.workers import Workers
-from lockstep.faults.hangs import Report, Verdict, explain, no_samples, parted_ways
+from lockstep.faults.hangs import RankReport, Verdict, explain, no_samples, parted_ways
 from lockstep.record.failure import (
     END_OF_OUTPUT,
     OWN_CODE,
@@ -144,11 +144,11 @@ class Watchdog:
         if (latest := self._progress()) != self._seen:
             self._seen, self._moved = latest, time.monotonic()
 
-    def _report(self) -> Report:
+    def _report(self) -> RankReport:
         stack = self._stack()
         self._look_for_progress()  # now: what was long has perhaps just ended
         phase = self._beat.phase if (reading := Workers.awaited) is None else _awaits(reading)
-        return Report(
+        return RankReport(
             rank=self._rank,
             host=short_host(),
             pid=os.getpid(),
@@ -231,7 +231,7 @@ class Watchdog:
             self._heard = time.monotonic()
             for rank in range(self._world_size):
                 if rank not in reports and notes.check([f"report/{rank}"]):
-                    reports[rank] = Report(**json.loads(notes.get(f"report/{rank}")))
+                    reports[rank] = RankReport(**json.loads(notes.get(f"report/{rank}")))
             time.sleep(0.05)
         parted = parted_ways(list(reports.values()))
         now = self._report()  # what this rank waited for may have come meanwhile

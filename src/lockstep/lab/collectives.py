@@ -39,7 +39,7 @@ Sources = list[frozenset[int]]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownCollective:
     """One algorithm as the ranks ran it: `before[rank]` a round, and `after[round][rank]`."""
 
     collective: Collective
@@ -74,7 +74,7 @@ class Cost:
     """Elements that the rank with the most has sent."""
 
 
-def cost_of(shown: Shown) -> Cost:
+def cost_of(shown: ShownCollective) -> Cost:
     """Count the messages of an algorithm."""
     sent = [0] * shown.ranks
     for transfer in shown.transfers:
@@ -88,7 +88,7 @@ def check_ranks(ranks: int) -> None:
         raise UserError(f"--ranks {ranks} is not possible here", f"use 1 to {MOST_RANKS}")
 
 
-def show(collective: Collective, algorithms: list[Algorithm], ranks: int, elements: int) -> list[Shown]:
+def show(collective: Collective, algorithms: list[Algorithm], ranks: int, elements: int) -> list[ShownCollective]:
     """Run algorithms on real ranks (gloo, on this machine) and return what happened."""
     check_ranks(ranks)
     for algorithm in algorithms:
@@ -108,7 +108,7 @@ def show(collective: Collective, algorithms: list[Algorithm], ranks: int, elemen
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankSaw:
     """What one rank saw, of its numbers and of the marks."""
 
     before: Chunks
@@ -119,7 +119,7 @@ class Seen:
     agrees: bool
 
 
-def run_once(collective: Collective, algorithm: Algorithm, rank: int, ranks: int, elements: int) -> Seen:
+def run_once(collective: Collective, algorithm: Algorithm, rank: int, ranks: int, elements: int) -> RankSaw:
     """On one rank: run an algorithm on numbers, then on marks, and compare with what the backend does."""
     import torch
 
@@ -136,7 +136,7 @@ def run_once(collective: Collective, algorithm: Algorithm, rank: int, ranks: int
     before, wire = run(numbers)
     marks_before, marked = run(torch.full((elements,), float(2**rank)))
     agrees = _as_the_backend(collective, rank, ranks, numbers, wire)
-    return Seen(before, wire.after, marks_before, marked.after, wire.transfers, agrees)
+    return RankSaw(before, wire.after, marks_before, marked.after, wire.transfers, agrees)
 
 
 def first_numbers(rank: int, elements: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ def first_held(collective: Collective, rank: int, ranks: int, numbers: torch.Ten
     return numbers.clone()
 
 
-def put_together(collective: Collective, algorithm: Algorithm, elements: int, seen: list[Seen]) -> Shown:
+def put_together(collective: Collective, algorithm: Algorithm, elements: int, seen: list[RankSaw]) -> ShownCollective:
     """One picture of what the ranks have seen."""
 
     def ranks_in(chunks: Chunks) -> Sources:
@@ -168,7 +168,7 @@ def put_together(collective: Collective, algorithm: Algorithm, elements: int, se
         return [frozenset(rank for rank in range(len(seen)) if mark >> rank & 1) for mark in marks]
 
     rounds = range(len(seen[0].after))
-    return Shown(
+    return ShownCollective(
         collective,
         algorithm,
         len(seen),

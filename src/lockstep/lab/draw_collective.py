@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lockstep.lab.algorithms import describe
-from lockstep.lab.collectives import GOALS, Chunks, Shown, Sources
+from lockstep.lab.collectives import GOALS, Chunks, ShownCollective, Sources
 from lockstep.lab.wire import Transfer
 from lockstep.text import svg
 from lockstep.text.columns import in_columns
@@ -30,17 +30,17 @@ def numbers(chunk: list[float]) -> str:
     return " ".join(map(svg.number, chunk))
 
 
-def title_of(shown: Shown) -> str:
+def title_of(shown: ShownCollective) -> str:
     """What a picture shows."""
     ranks = f"{shown.ranks} rank{'' if shown.ranks == 1 else 's'}"
     return f"{shown.collective}, {shown.algorithm}, on {ranks}: {len(shown.after)} rounds"
 
 
-def _about(shown: Shown) -> str:
+def _about(shown: ShownCollective) -> str:
     return f"{GOALS[shown.collective]}. {describe(shown.collective, shown.algorithm)}"
 
 
-def messages(shown: Shown, round_: int) -> list[Transfer]:
+def messages(shown: ShownCollective, round_: int) -> list[Transfer]:
     """The messages of a round."""
     return [transfer for transfer in shown.transfers if transfer.round == round_]
 
@@ -48,7 +48,7 @@ def messages(shown: Shown, round_: int) -> list[Transfer]:
 # ---- In a terminal
 
 
-def in_terminal(shown: Shown) -> list[Text]:
+def in_terminal(shown: ShownCollective) -> list[Text]:
     """A table for the start and one for every round, a line a rank."""
     from rich.text import Text
 
@@ -68,7 +68,7 @@ def in_terminal(shown: Shown) -> list[Text]:
     return parts
 
 
-def _table(shown: Shown, held: list[Chunks], sources: list[Sources], came: list[Transfer]) -> Text:
+def _table(shown: ShownCollective, held: list[Chunks], sources: list[Sources], came: list[Transfer]) -> Text:
     from rich.text import Text
 
     names = ["", *(f"[{chunk}]" for chunk in range(shown.ranks)), *(("sent", "received") if came else ())]
@@ -96,7 +96,7 @@ def _joined(lines: list[str]) -> str:
     return ", ".join(lines) if len(lines) < 3 else f"{len(lines)} messages, {lines[0]} ... {lines[-1].split()[-1]}"
 
 
-def _what(shown: Shown, transfer: Transfer) -> str:
+def _what(shown: ShownCollective, transfer: Transfer) -> str:
     """Which chunks a message carries, as their sender calls them."""
     if shown.collective == "all-to-all":
         return f"[{transfer.receiver}]"
@@ -107,7 +107,7 @@ def _what(shown: Shown, transfer: Transfer) -> str:
     return f"[{first}]" if first == last else f"[{first}-{last}]"
 
 
-def is_done(shown: Shown, rank: int, chunk: int, has: frozenset[int]) -> bool:
+def is_done(shown: ShownCollective, rank: int, chunk: int, has: frozenset[int]) -> bool:
     """Whether a chunk is part of the result, and complete."""
     if shown.collective in ("reduce", "all-reduce", "reduce-scatter"):
         return shown.is_result[rank][chunk] and len(has) == shown.ranks
@@ -117,7 +117,7 @@ def is_done(shown: Shown, rank: int, chunk: int, has: frozenset[int]) -> bool:
 # ---- As SVG
 
 
-def as_svg(shown: Shown) -> str:
+def as_svg(shown: ShownCollective) -> str:
     """The whole story as one picture: a frame for the start and one for every round."""
     widest = max(len(numbers(c)) for held in (shown.before, *shown.after) for rank in held for c in rank)
     adds = any(transfer.added for transfer in shown.transfers)
@@ -151,7 +151,7 @@ def as_svg(shown: Shown) -> str:
     return svg.picture(width, height, title_of(shown), _story(shown), body)
 
 
-def _frame(shown: Shown, number: int, x: float, y: float, cell: float, arcs: float) -> str:
+def _frame(shown: ShownCollective, number: int, x: float, y: float, cell: float, arcs: float) -> str:
     """`number` 0 is the start, others the state after a round."""
     held = shown.after[number - 1] if number else shown.before
     sources = shown.sources[number - 1] if number else shown.sources_before
@@ -174,7 +174,7 @@ def _frame(shown: Shown, number: int, x: float, y: float, cell: float, arcs: flo
 
 
 def _cell(
-    shown: Shown,
+    shown: ShownCollective,
     where: tuple[int, int, int],
     chunk: list[float],
     has: frozenset[int],
@@ -216,7 +216,7 @@ def _marks(ranks: int, has: frozenset[int], x: float, y: float, width: float) ->
     )
 
 
-def _chunks_at_sender(shown: Shown, transfer: Transfer) -> tuple[int, ...]:
+def _chunks_at_sender(shown: ShownCollective, transfer: Transfer) -> tuple[int, ...]:
     """What of its buffer the sender sent; in an all-to-all it has another buffer than the one that is drawn."""
     return () if shown.collective == "all-to-all" else transfer.chunks
 
@@ -225,7 +225,7 @@ def _arc_height(distance: int) -> float:
     return 12 + 7 * min(distance, 8)
 
 
-def _arrow(shown: Shown, transfer: Transfer, centre: list[float], y: float) -> str:
+def _arrow(shown: ShownCollective, transfer: Transfer, centre: list[float], y: float) -> str:
     """An arc from the head of one rank to that of another; the way back is drawn a little higher."""
     way = 1 if transfer.receiver > transfer.sender else -1
     start, end = centre[transfer.sender] + 5 * way, centre[transfer.receiver] - 5 * way
@@ -246,7 +246,7 @@ def _arrow(shown: Shown, transfer: Transfer, centre: list[float], y: float) -> s
     )
 
 
-def _legend(x: float, y: float, shown: Shown) -> list[str]:
+def _legend(x: float, y: float, shown: ShownCollective) -> list[str]:
     entries = [("arrow-edge", "sent"), ("new", "just received"), ("done", "as it is in the end")]
     entries += [("cell", "held")] if shown.collective in ("reduce", "all-reduce", "reduce-scatter") else []
     body = []
@@ -263,7 +263,7 @@ def _legend(x: float, y: float, shown: Shown) -> list[str]:
     return body
 
 
-def _story(shown: Shown) -> str:
+def _story(shown: ShownCollective) -> str:
     """The picture in words, for those who hear it."""
     rounds = []
     for number in range(len(shown.after)):

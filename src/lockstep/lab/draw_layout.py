@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.lab.layouts import AXIS, EXPLAINED, Held, Part
+from lockstep.lab.layouts import AXIS, EXPLAINED, HeldByRanks, HeldMatrix
 from lockstep.text import svg
 from lockstep.text.columns import in_columns
 
@@ -16,24 +16,24 @@ CELL_HEIGHT = 24
 LABEL = 150
 
 
-def title_of(held: Held) -> str:
+def title_of(held: HeldByRanks) -> str:
     """What a picture shows."""
     ranks = f"{held.ranks} rank{'' if held.ranks == 1 else 's'}"
     return f"{held.topic}: one step of a tiny model on {ranks}, layout {AXIS[held.topic]}={held.ranks}"
 
 
-def moments(held: Held) -> list[str]:
+def moments(held: HeldByRanks) -> list[str]:
     """The moments of the step, in order."""
     return list(dict.fromkeys(part.moment for part in held.parts[0]))
 
 
-def parts_of(held: Held, rank: int, moment: str) -> list[Part]:
+def parts_of(held: HeldByRanks, rank: int, moment: str) -> list[HeldMatrix]:
     """What a rank held at a moment, the first matrix first."""
     found = [part for part in held.parts[rank] if part.moment == moment]
     return sorted(found, key=lambda part: ["x", "up", "relu(up x)", "down", "y"].index(part.name))
 
 
-def number_at(part: Part, row: int, column: int) -> float | None:
+def number_at(part: HeldMatrix, row: int, column: int) -> float | None:
     """The number that a rank has at a place of the whole, None where another rank has it."""
     row, column = row - part.at[0], column - part.at[1]
     inside = 0 <= row < len(part.values) and 0 <= column < len(part.values[0])
@@ -43,7 +43,7 @@ def number_at(part: Part, row: int, column: int) -> float | None:
 # ---- In a terminal
 
 
-def in_terminal(held: Held) -> list[Text]:
+def in_terminal(held: HeldByRanks) -> list[Text]:
     """For every moment, what the ranks have, side by side; a dot stands for what other ranks have."""
     from rich.text import Text
 
@@ -59,12 +59,12 @@ def in_terminal(held: Held) -> list[Text]:
     return [*texts, Text(""), Text(loss_line(held))]
 
 
-def loss_line(held: Held) -> str:
+def loss_line(held: HeldByRanks) -> str:
     """What the step says of itself."""
     return f"loss {svg.number(held.loss)}, the mean over all samples of the step"
 
 
-def _matrix(part: Part) -> Text:
+def _matrix(part: HeldMatrix) -> Text:
     from rich.text import Text
 
     numbers = [
@@ -87,7 +87,7 @@ def _matrix(part: Part) -> Text:
 # ---- As SVG
 
 
-def as_svg(held: Held) -> str:
+def as_svg(held: HeldByRanks) -> str:
     """A column for every rank, a row for every moment; what other ranks have is left empty."""
     widest = max(
         len(svg.number(value)) for parts in held.parts for part in parts for row in part.values for value in row
@@ -121,11 +121,11 @@ def as_svg(held: Held) -> str:
     return svg.picture(width, y + 36, title_of(held), EXPLAINED[held.topic], body)
 
 
-def _width(part: Part, cell: float) -> float:
+def _width(part: HeldMatrix, cell: float) -> float:
     return part.shape[1] * cell
 
 
-def _drawn(part: Part, rank: int, x: float, y: float, cell: float) -> str:
+def _drawn(part: HeldMatrix, rank: int, x: float, y: float, cell: float) -> str:
     body = [svg.text(x, y + 8, part.name, 12, "quiet")]
     for row in range(part.shape[0]):
         for column in range(part.shape[1]):
@@ -143,7 +143,7 @@ def _drawn(part: Part, rank: int, x: float, y: float, cell: float) -> str:
     return svg.group(body, rank=rank, moment=part.moment, tensor=part.name)
 
 
-def _colour(part: Part) -> str:
+def _colour(part: HeldMatrix) -> str:
     if "gathered" in part.moment or "after the all-reduce" in part.moment or "reduce-scatter" in part.moment:
         return "done"
     return "new" if part.moment in ("own gradient", "its partial sums") else "cell"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.lab.pipeline import Piece, Played
+from lockstep.lab.pipeline import Played, TimedAction
 from lockstep.text import svg
 from lockstep.text.columns import in_columns
 
@@ -76,7 +76,7 @@ def in_terminal(played: Played, columns: int, coloured: bool) -> list[Text]:
     return [*lines, Text(""), legend, Text(""), in_columns(rows, left=(0, 3))]
 
 
-def _lane(played: Played, lane: list[Piece], width: int, letters: bool) -> Text:
+def _lane(played: Played, lane: list[TimedAction], width: int, letters: bool) -> Text:
     """Every unit of time is `width` characters wide."""
     from rich.text import Text
 
@@ -105,7 +105,7 @@ def _orders(played: Played, kind: str) -> list[int]:
     )
 
 
-def _order(played: Played, piece: Piece) -> int:
+def _order(played: Played, piece: TimedAction) -> int:
     """Which of its rank's stages a piece belongs to."""
     (own,) = (stages for stages in played.stages if piece.action.stage in stages)
     return own.index(piece.action.stage)
@@ -144,7 +144,7 @@ def as_svg(played: Played) -> str:
     return svg.picture(width, height, title_of(played), _story(played), body, colours)
 
 
-def _box(played: Played, rank: int, piece: Piece, left: float, y: float, unit: float) -> str:
+def _box(played: Played, rank: int, piece: TimedAction, left: float, y: float, unit: float) -> str:
     kind, stage, number = piece.action
     x, width = left + piece.start * unit, (piece.end - piece.start) * unit
     body = [svg.box(x + 0.75, y + 1, width - 1.5, LANE - 10, f"{kind}{min(2, _order(played, piece))}")]

@@ -54,7 +54,7 @@ SAMPLES_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldMatrix:
     """A tensor as one rank has it at some moment: `values`, which begin at `at` in the whole of this `shape`."""
 
     moment: str
@@ -65,12 +65,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldByRanks:
     """What all ranks held; `parts[rank]` in the order of the step."""
 
     topic: Topic
     ranks: int
-    parts: list[list[Part]]
+    parts: list[list[HeldMatrix]]
     loss: float
 
 
@@ -110,7 +110,7 @@ def samples(ranks: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def hold(topic: Topic, ranks: int) -> Held:
+def hold(topic: Topic, ranks: int) -> HeldByRanks:
     """Do one step on real ranks (gloo, on this machine) and return what each held."""
     possible = (1, 2, 4) if topic == "tp" else (1, 2, 3, 4)
     if ranks not in possible:
@@ -128,10 +128,10 @@ def hold(topic: Topic, ranks: int) -> Held:
         return take_part(topic, seat)
 
     seen = on_ranks(work, ranks)
-    return Held(topic, ranks, [parts for parts, _ in seen], seen[0][1])
+    return HeldByRanks(topic, ranks, [parts for parts, _ in seen], seen[0][1])
 
 
-def take_part(topic: Topic, seat: Seat) -> tuple[list[Part], float]:
+def take_part(topic: Topic, seat: Seat) -> tuple[list[HeldMatrix], float]:
     """On one rank: train for a step, and write down what is held."""
     from torch.optim import SGD
 
@@ -167,7 +167,7 @@ class Notes:
     """What one rank writes down of its step."""
 
     def __init__(self, topic: Topic, engine: Engine, rank: int, ranks: int) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[HeldMatrix] = []
         self._topic = topic
         self._engine = engine
         self._rank = rank
@@ -183,7 +183,7 @@ class Notes:
     ) -> None:
         """A tensor as this rank has it now."""
         values = tensor.detach()
-        self.parts.append(Part(moment, name, values.tolist(), at, shape or (values.shape[0], values.shape[1])))
+        self.parts.append(HeldMatrix(moment, name, values.tolist(), at, shape or (values.shape[0], values.shape[1])))
 
     def write_stored(self, moment: str, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """What this rank stores of every parameter, or something that belongs to it."""

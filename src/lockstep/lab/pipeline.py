@@ -15,7 +15,7 @@ UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 @dataclass(frozen=True)
-class Piece:
+class TimedAction:
     """An action and when it is done."""
 
     action: Action
@@ -30,7 +30,7 @@ class Played:
     schedule: Schedule
     stages: list[list[int]]
     micro_batches: int
-    lanes: list[list[Piece]]
+    lanes: list[list[TimedAction]]
 
     @property
     def length(self) -> int:
@@ -56,7 +56,7 @@ def play(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int) -> P
     check(schedule, ranks, per_rank, micro_batches)
     stages = stages_of(schedule, ranks, per_rank)
     left = [list(reversed(actions)) for actions in timetable(schedule, ranks, per_rank, micro_batches)]
-    lanes: list[list[Piece]] = [[] for _ in range(ranks)]
+    lanes: list[list[TimedAction]] = [[] for _ in range(ranks)]
     done: dict[Action, int] = {}
     while any(left):
         before = len(done)
@@ -67,7 +67,7 @@ def play(schedule: Schedule, ranks: int, per_rank: int, micro_batches: int) -> P
                 free = lanes[rank][-1].end if lanes[rank] else 0
                 start = max([free, *ready])
                 done[action] = start + UNITS[action.kind]
-                lanes[rank].append(Piece(action, start, done[action]))
+                lanes[rank].append(TimedAction(action, start, done[action]))
         assert len(done) > before, f"the ranks of {schedule} wait for each other"
     return Played(schedule, stages, micro_batches, lanes)
 

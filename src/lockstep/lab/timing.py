@@ -19,7 +19,7 @@ SECONDS_TO_SPARE = 60.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """What the cables gave: the cost of a message, and the seconds of every algorithm until its last rank was done."""
 
     link: Link
@@ -33,7 +33,7 @@ def measure(
     size: int,
     bytes_per_second: float,
     hear: Callable[[Algorithm, float, float], None],
-) -> Measured:
+) -> MeasuredTimes:
     """Run the algorithms over a shaped network of the lab's own.
 
     `hear` gets the name of the one that runs, several times a second: its seconds so far, and those to expect.
@@ -61,7 +61,7 @@ def measure(
         algorithm: max(one[algorithm][1] for one in times) - min(one[algorithm][0] for one in times)
         for algorithm in algorithms
     }
-    return Measured(Link(alpha, 1 / bytes_per_second), seconds)
+    return MeasuredTimes(Link(alpha, 1 / bytes_per_second), seconds)
 
 
 def _measure(

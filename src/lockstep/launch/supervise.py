@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.disk.format import steps_on_disk
-from lockstep.faults.hangs import Report, mismatched, ranks
+from lockstep.faults.hangs import RankReport, mismatched, ranks
 from lockstep.launch.nodes import Nodes
 from lockstep.record.failure import Failure, failed_folder, forget, of_exit, record, recorded, root_cause, short_host
 from lockstep.record.folder import RunFolder, look_back
@@ -351,7 +351,7 @@ def _in_terms_of_calls(cause: Failure, failures: list[Failure]) -> Failure:
     """A collective got tensors that do not go together: who gave what, or who was in which call."""
     known = [one for one in failures if one.where and (one.is_consequence or one.is_mismatch)]
     reports = {
-        one.rank: Report(one.rank, one.host, 0, "", 0, True, False, one.call, where=one.where, shapes=one.shapes)
+        one.rank: RankReport(one.rank, one.host, 0, "", 0, True, False, one.call, where=one.where, shapes=one.shapes)
         for one in known
     }
     found = [reports.pop(one.rank) for one in known if one.is_mismatch]

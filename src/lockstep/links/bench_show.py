@@ -17,7 +17,7 @@ from lockstep.text.units import bytes_text, seconds_text
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.links.expected import Expected
+    from lockstep.links.expected import ExpectedSpeed
 
 MOST_IN_MATRIX = 16
 WORST_PAIRS = 5
@@ -82,7 +82,7 @@ def show_pairs(
     pairs: Sequence[Pair],
     nodes: Sequence[int],
     hosts: Sequence[str],
-    expected: Mapping[bool, Expected],
+    expected: Mapping[bool, ExpectedSpeed],
     terminal: Terminal,
 ) -> None:
     """The matrix of pairs, and what is usual inside a node and between nodes."""

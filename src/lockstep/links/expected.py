@@ -71,41 +71,45 @@ def look_at_network(
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedSpeed:
     """GB/s that a pair of ranks should give, and who says so."""
 
     gb_s: float
     source: str
 
 
-def expect(cluster: Cluster | None, networks: Sequence[Network], backend: str) -> dict[bool, Expected]:
+def expect(cluster: Cluster | None, networks: Sequence[Network], backend: str) -> dict[bool, ExpectedSpeed]:
     """Of pairs inside a node (True) and between nodes (False), as far as anything is known."""
-    found: dict[bool, Expected] = {}
+    found: dict[bool, ExpectedSpeed] = {}
     node = cluster.node if cluster else None
     if node and cluster and node.gpu_link_gb_s and backend == "nccl":
         # Without a switch the links of a GPU go to the others in equal parts.
         ways = max(1, node.gpus - 1) if node.gpu_link == "nvlink" else 1
-        found[True] = Expected(node.gpu_link_gb_s / ways, f"cluster {cluster.name}, {node.gpu_link or 'gpu_link_gb_s'}")
+        found[True] = ExpectedSpeed(
+            node.gpu_link_gb_s / ways, f"cluster {cluster.name}, {node.gpu_link or 'gpu_link_gb_s'}"
+        )
     if node and cluster and node.network_gb_s:
         share = f" for {node.gpus} GPUs" if node.gpus > 1 else ""
-        found[False] = Expected(
+        found[False] = ExpectedSpeed(
             node.network_gb_s / max(1, node.gpus), f"cluster {cluster.name}, {node.network_gb_s:g} GB/s a node{share}"
         )
     elif backend == "nccl" and networks and all(network.infiniband_gb_s for network in networks):
         slowest = min(networks, key=lambda network: network.infiniband_gb_s or 0.0)
-        found[False] = Expected(slowest.infiniband_gb_s or 0.0, f"InfiniBand {slowest.infiniband[0]} of {slowest.host}")
+        found[False] = ExpectedSpeed(
+            slowest.infiniband_gb_s or 0.0, f"InfiniBand {slowest.infiniband[0]} of {slowest.host}"
+        )
     elif networks and all(network.interface_gb_s for network in networks):
         slowest = min(networks, key=lambda network: network.interface_gb_s or 0.0)
-        found[False] = Expected(slowest.interface_gb_s or 0.0, f"interface {slowest.interface} of {slowest.host}")
+        found[False] = ExpectedSpeed(slowest.interface_gb_s or 0.0, f"interface {slowest.interface} of {slowest.host}")
     if backend == "gloo" and False in found and found[False].gb_s > SOCKET_GB_S:
-        found[False] = Expected(
+        found[False] = ExpectedSpeed(
             SOCKET_GB_S, f"sockets; the network itself: {found[False].gb_s:g} GB/s by {found[False].source}"
         )
     return found
 
 
 def find_disappointments(
-    measured: Mapping[bool, float], expected: Mapping[bool, Expected], networks: Sequence[Network], backend: str
+    measured: Mapping[bool, float], expected: Mapping[bool, ExpectedSpeed], networks: Sequence[Network], backend: str
 ) -> list[Finding]:
     """Compare the median pair inside a node (True) and between nodes (False) with what it should give."""
     findings = []

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.runtime.host.gpus import Gpu
-from lockstep.runtime.host.machine import TORCHRUNS_PORT, Node
+from lockstep.runtime.host.gpus import DriverGpu
+from lockstep.runtime.host.machine import TORCHRUNS_PORT, NodeFacts
 
 Level = Literal["ok", "note", "slow", "broken"]
 """`slow` and `broken` are what a training would suffer from: then the command exits with 1."""
@@ -49,7 +49,7 @@ class Plan:
     """Loader processes of each rank; None: as many as a training would take."""
 
 
-def judge_nodes(nodes: Sequence[Node], plan: Plan) -> list[Finding]:
+def judge_nodes(nodes: Sequence[NodeFacts], plan: Plan) -> list[Finding]:
     """Everything that can be seen without sending a byte."""
     findings = [*versions(nodes), *variables(nodes)]
     for node, processes in zip(nodes, plan.processes, strict=True):
@@ -63,7 +63,7 @@ def judge_nodes(nodes: Sequence[Node], plan: Plan) -> list[Finding]:
     return findings
 
 
-def versions(nodes: Sequence[Node]) -> Iterator[Finding]:
+def versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Programs that have to be the same everywhere."""
     together = dict.fromkeys(name for node in nodes for name in node.versions)
     said = ", ".join(f"{name} {nodes[0].versions.get(name, '-')}" for name in together)
@@ -102,7 +102,7 @@ ALIKE = ("NCCL_", "TORCH_", "GLOO_", "PYTORCH_")
 LEFT_BEHIND = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def variables(nodes: Sequence[Node]) -> Iterator[Finding]:
+def variables(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Variables that slow down, mislead, or differ from node to node."""
     bad = False
     for node in nodes:
@@ -148,7 +148,7 @@ def variables(nodes: Sequence[Node]) -> Iterator[Finding]:
         yield Finding("environment", "ok", _where(nodes), what)
 
 
-def gpus(node: Node, processes: int, device: str) -> Iterator[Finding]:
+def gpus(node: NodeFacts, processes: int, device: str) -> Iterator[Finding]:
     """GPUs that are ill, busy with something else, or used by no rank."""
     if node.gpu_trouble:
         yield Finding(
@@ -206,7 +206,7 @@ def gpus(node: Node, processes: int, device: str) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", node.host, f"{visible} x {', '.join(names_of)}, healthy, {used} used")
 
 
-def _visible(node: Node) -> tuple[list[Gpu], int]:
+def _visible(node: NodeFacts) -> tuple[list[DriverGpu], int]:
     """The GPUs that ranks can use, and how many devices those are; on a shared node the others are somebody else's."""
     asked = node.variables.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
@@ -218,11 +218,11 @@ def _visible(node: Node) -> tuple[list[Gpu], int]:
     return seen, len(seen)
 
 
-def _is_uuid_of(name: str, gpu: Gpu) -> bool:
+def _is_uuid_of(name: str, gpu: DriverGpu) -> bool:
     return name.startswith("GPU-") and gpu.uuid.startswith(name)
 
 
-def cpus(node: Node, processes: int, workers: int | None) -> Iterator[Finding]:
+def cpus(node: NodeFacts, processes: int, workers: int | None) -> Iterator[Finding]:
     """Cores for the ranks and for the processes that read their data."""
     allowed = node.cpus if node.cpu_quota is None else min(node.cpus, node.cpu_quota)
     threads = node.variables.get("OMP_NUM_THREADS", "")
@@ -266,7 +266,7 @@ def cpus(node: Node, processes: int, workers: int | None) -> Iterator[Finding]:
         )
 
 
-def memory(node: Node, processes: int) -> Iterator[Finding]:
+def memory(node: NodeFacts, processes: int) -> Iterator[Finding]:
     """Memory of the host."""
     free, needed = node.memory_free, processes * MEMORY_OF_A_RANK
     said = f"{free / GIGABYTE:.1f} of {node.memory / GIGABYTE:.0f} GB free"
@@ -277,7 +277,7 @@ def memory(node: Node, processes: int) -> Iterator[Finding]:
         yield Finding("memory", "ok", node.host, said)
 
 
-def shared_memory(node: Node, processes: int) -> Iterator[Finding]:
+def shared_memory(node: NodeFacts, processes: int) -> Iterator[Finding]:
     """The memory through which loader processes hand over batches."""
     needed = processes * SHM_OF_A_RANK
     said = f"/dev/shm has {node.shm_free / MEGABYTE:,.0f} of {node.shm_size / MEGABYTE:,.0f} MB free"
@@ -294,7 +294,7 @@ def shared_memory(node: Node, processes: int) -> Iterator[Finding]:
         yield Finding("shared memory", "ok", node.host, said)
 
 
-def limits(node: Node, device: str) -> Iterator[Finding]:
+def limits(node: NodeFacts, device: str) -> Iterator[Finding]:
     """What the system allows one process."""
     bad = False
     files, most = node.limits.get("nofile"), node.limits.get("nofile at most")
@@ -322,7 +322,7 @@ def limits(node: Node, device: str) -> Iterator[Finding]:
         yield Finding("limits", "ok", node.host, f"{'unlimited' if files is None else files} open files{raised}")
 
 
-def offline(node: Node) -> Iterator[Finding]:
+def offline(node: NodeFacts) -> Iterator[Finding]:
     """Nodes without a way out, on which libraries would wait for one. Nothing is sent to find out."""
     if node.has_default_route:
         said = "there is a default route; whether it leads to the internet was not tried"
@@ -343,7 +343,7 @@ def offline(node: Node) -> Iterator[Finding]:
         )
 
 
-def names(node: Node, nodes: int) -> Iterator[Finding]:
+def names(node: NodeFacts, nodes: int) -> Iterator[Finding]:
     """Whether the node's own name leads somewhere."""
     loopback = [address for address in node.addresses if address.startswith("127.") or address == "::1"]
     if not node.addresses:
@@ -367,7 +367,7 @@ def names(node: Node, nodes: int) -> Iterator[Finding]:
         yield Finding("names", "ok", node.host, f"{node.host} is {', '.join(node.addresses)}")
 
 
-def ports(node: Node) -> Iterator[Finding]:
+def ports(node: NodeFacts) -> Iterator[Finding]:
     """Ports for the connections between ranks."""
     if node.port_range < LEAST_PORTS:
         yield Finding(
@@ -389,7 +389,7 @@ def ports(node: Node) -> Iterator[Finding]:
         yield Finding("ports", "ok", node.host, f"{node.port_range:,} ports for connections")
 
 
-def _where(nodes: Sequence[Node]) -> str:
+def _where(nodes: Sequence[NodeFacts]) -> str:
     return nodes[0].host if len(nodes) == 1 else f"{len(nodes)} nodes"
 
 

@@ -2,7 +2,7 @@
 
 Two answers, for two uses. `fit_link` gives the two numbers that people and the planner reason with: seconds to begin,
 and seconds a byte. Real curves bend, where a library changes its way or a cache ends, and two numbers do not follow
-them; `Curve` does, from one measured size to the next.
+them; `TimeCurve` does, from one measured size to the next.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def worst_miss(link: Link, points: Sequence[Point]) -> float:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimeCurve:
     """The time of any size: between two measured ones by the alpha and beta that both of them have.
 
     Below the smallest the time stays what it is there, above the largest its bytes per second stay; no time is below
@@ -53,7 +53,7 @@ class Curve:
     points: tuple[Point, ...]
 
     @staticmethod
-    def through(points: Sequence[Point]) -> Curve:
+    def through(points: Sequence[Point]) -> TimeCurve:
         """Points may come in any order; where a larger size was faster, both get their geometric mean."""
         assert points
         blocks: list[tuple[list[float], float]] = []  # sizes, and the logarithm of their common time
@@ -64,7 +64,7 @@ class Curve:
                 level = (higher * len(before) + level * len(sizes)) / (len(before) + len(sizes))
                 sizes = before + sizes
             blocks.append((sizes, level))
-        return Curve(tuple((size, math.exp(level)) for sizes, level in blocks for size in sizes))
+        return TimeCurve(tuple((size, math.exp(level)) for sizes, level in blocks for size in sizes))
 
     def seconds(self, size: float) -> float:
         """What a buffer of so many bytes takes."""

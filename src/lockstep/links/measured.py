@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lockstep.errors import UserError, reason
 from lockstep.links.cost import Collective, Link, bus_factor
 from lockstep.links.findings import Finding
-from lockstep.links.fit import Curve, Point, fit_link, worst_miss
+from lockstep.links.fit import Point, TimeCurve, fit_link, worst_miss
 
 WORLD = "world"
 """What stands for an axis where all ranks of several axes talk to one another."""
@@ -107,10 +107,10 @@ class Bench(Record):
             if (row.axis, row.collective) == (axis, collective) and row.seconds is not None
         ]
 
-    def curve(self, axis: str, collective: str) -> Curve | None:
+    def curve(self, axis: str, collective: str) -> TimeCurve | None:
         """The time of any size; None where none was measured."""
         points = self.points(axis, collective)
-        return Curve.through(points) if points else None
+        return TimeCurve.through(points) if points else None
 
     def link(self, axis: str, collective: str) -> Link | None:
         """The time of any size by two numbers; None where none was measured."""

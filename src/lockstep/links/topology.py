@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lockstep.links.findings import GIGABYTE
-from lockstep.runtime.host.machine import Node, Port
+from lockstep.runtime.host.machine import NodeFacts, Port
 
 
-def draw(node: Node) -> list[str]:
+def draw(node: NodeFacts) -> list[str]:
     """The lines of the drawing."""
     parts = node.numa or []
     lines = [f"{node.host}: {node.cpus} CPUs, {node.memory / GIGABYTE:.0f} GB"]
@@ -45,7 +45,7 @@ def _port(port: Port) -> str:
     )
 
 
-def _matrix(node: Node) -> list[str]:
+def _matrix(node: NodeFacts) -> list[str]:
     """How each GPU reaches each other one; NVLink is what they should have."""
     if len(node.gpus) < 2:
         return []

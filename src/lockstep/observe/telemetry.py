@@ -21,7 +21,7 @@ import torch
 from lockstep.record.events import HostTold, MachinesTold, ProcessesTold
 from lockstep.runtime.host.gpus import has_driver
 from lockstep.runtime.host.machine import cpu_quota
-from lockstep.runtime.host.sensors import Counts, GpuReading, Look, Sensors, descendants
+from lockstep.runtime.host.sensors import Counts, GpuReading, SensorLook, Sensors, descendants
 from lockstep.runtime.rank_env import Place
 from lockstep.text.units import rounded
 
@@ -87,8 +87,8 @@ class HostSampler:
         self._closing = threading.Event()
         self._noting = threading.Lock()  # never held while the driver is asked, which may take its time
         self._before: Counts | None = None
-        self._looked_before: Look | None = None
-        self._last: Look | None = None
+        self._looked_before: SensorLook | None = None
+        self._last: SensorLook | None = None
         self._seen = _Seen()
         self._thread = threading.Thread(target=self._look_now_and_then, name="lockstep-telemetry", daemon=True)
 
@@ -147,7 +147,7 @@ class _Seen:
     def is_empty(self) -> bool:
         return not self._values
 
-    def add(self, look: Look) -> None:
+    def add(self, look: SensorLook) -> None:
         self._add(-1, "memory", look.memory)
         for gpu in look.gpus:
             for name in ("busy", "memory", "watts", "celsius"):
@@ -177,7 +177,7 @@ def _counted(before: Counts, now: Counts) -> dict[str, Any]:
     }
 
 
-def _looked_at(before: Look, last: Look, seen: _Seen) -> dict[str, Any]:
+def _looked_at(before: SensorLook, last: SensorLook, seen: _Seen) -> dict[str, Any]:
     """What was seen of a host between two looks."""
     joules = [joules for joules in (last.cpu_joules, *(gpu.joules for gpu in last.gpus)) if joules is not None]
     measured = last.cpu_joules is not None and before.cpu_joules is not None and last.at > before.at

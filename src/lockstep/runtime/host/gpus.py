@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-class Facts(BaseModel):
+class ToldFacts(BaseModel):
     """Something that is told from node to node."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Gpu(Facts):
+class DriverGpu(ToldFacts):
     """One GPU as its driver sees it; None where the driver does not say."""
 
     index: int
@@ -33,7 +33,7 @@ class Gpu(Facts):
     processes: list[int]
 
 
-def gpus_here(root: Path) -> tuple[list[Gpu], dict[str, str], dict[str, str], str]:
+def gpus_here(root: Path) -> tuple[list[DriverGpu], dict[str, str], dict[str, str], str]:
     """The GPUs, how they reach each other, the driver's version, and what the driver says where it cannot tell."""
     if not has_driver(root):
         return [], {}, {}, ""
@@ -105,7 +105,7 @@ SLOWED = {
 """Names in nvidia-ml-py, of now and of before its renaming."""
 
 
-def _gpu(nvml: Any, index: int, handle: Any, root: Path) -> Gpu:
+def _gpu(nvml: Any, index: int, handle: Any, root: Path) -> DriverGpu:
     said = partial(ask, nvml, handle)
     memory, (name, uuid, bus) = said("nvmlDeviceGetMemoryInfo"), identity_of(nvml, handle)
     reasons = said("nvmlDeviceGetCurrentClocksEventReasons") or said("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
@@ -119,7 +119,7 @@ def _gpu(nvml: Any, index: int, handle: Any, root: Path) -> Gpu:
     rows = said("nvmlDeviceGetRemappedRows")
     temperature = said("nvmlDeviceGetTemperature", 0)
     running = said("nvmlDeviceGetComputeRunningProcesses")
-    return Gpu(
+    return DriverGpu(
         index=index,
         name=name,
         uuid=uuid,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.runtime.host.gpus import Facts, Gpu, gpus_here, numa_of
+from lockstep.runtime.host.gpus import DriverGpu, ToldFacts, gpus_here, numa_of
 
 WATCHED = re.compile(
     r"^(NCCL_|GLOO_|TORCH_|PYTORCH_|CUDA_|OMP_|MKL_|MASTER_|HF_|TRANSFORMERS_|HSA_|ROCR_|UCX_|FI_|LOCKSTEP_|KMP_)"
@@ -30,7 +30,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|AUTH|proxy", re.I)
 TORCHRUNS_PORT = 29500
 
 
-class Port(Facts):
+class Port(ToldFacts):
     """A network interface or InfiniBand port."""
 
     name: str
@@ -41,7 +41,7 @@ class Port(Facts):
     is_infiniband: bool
 
 
-class Numa(Facts):
+class Numa(ToldFacts):
     """A part of the machine with memory of its own."""
 
     number: int
@@ -49,7 +49,7 @@ class Numa(Facts):
     memory: int
 
 
-class Node(Facts):
+class NodeFacts(ToldFacts):
     """All that is known of a node."""
 
     host: str
@@ -72,7 +72,7 @@ class Node(Facts):
     has_default_route: bool
     numa: list[Numa]
     network: list[Port]
-    gpus: list[Gpu]
+    gpus: list[DriverGpu]
     gpu_links: dict[str, str]
     """How two GPUs reach each other, by `0-1`."""
     gpus_given: int | None
@@ -82,14 +82,14 @@ class Node(Facts):
     """What the driver says instead of telling of its GPUs."""
 
 
-def look_around(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Node:
+def look_around(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> NodeFacts:
     """What this node is."""
     env = os.environ if env is None else env
     gpus, links, driver, trouble = gpus_here(root)
     shm = _disk(root / "dev/shm")
     memory, free = memory_here(root)
     given = env.get("SLURM_GPUS_ON_NODE", "")
-    return Node(
+    return NodeFacts(
         host=socket.gethostname(),
         addresses=_resolve(socket.gethostname()),
         versions=_versions() | driver,

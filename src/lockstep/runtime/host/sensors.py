@@ -58,7 +58,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Look:
+class SensorLook:
     """What has to be looked at now and then, because nobody counts it, or a counter begins again."""
 
     at: float
@@ -100,10 +100,10 @@ class Sensors:
             written=sum(one.write_bytes for one in plates),
         )
 
-    def look(self, now: float) -> Look:
+    def look(self, now: float) -> SensorLook:
         """The rest. A driver may take its time for it."""
         total, free = memory_here(self._root)
-        return Look(now, total - free, total, self._cpus.joules(), self._gpus.read(now))
+        return SensorLook(now, total - free, total, self._cpus.joules(), self._gpus.read(now))
 
     def _over_infiniband(self, counter: str) -> int:
         return sum(number_of(port / counter) or 0 for port in self._ports) * BYTES_OF_A_PORT_COUNT
