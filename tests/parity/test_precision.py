@@ -147,7 +147,7 @@ def test_first_gradients_agree_with_one_process_within_the_rounding_of_the_sums(
     numerics = SETTINGS[name].get("numerics", {})
     coarsest = max(ROUNDING[numerics.get(key, "fp32")] for key in ("reduce_dtype", "param_dtype", "storage_dtype"))
     allowed = max(4 * coarsest, 1e-5)
-    whole = math.hypot(*(float(grad.float().norm()) for grad in theirs.values()))
+    whole = whole_norm(theirs)
     for parameter, expected in theirs.items():
         difference = float((ours[parameter].float() - expected.float()).norm())
         assert difference <= allowed * (float(expected.float().norm()) + 1e-3 * whole), parameter
@@ -165,6 +165,19 @@ def test_every_rank_holds_the_same_weights_and_the_same_loss_scale(trained: Tabl
 def test_every_format_really_is_another_computation(trained: Table) -> None:
     losses = {name: tuple(trained.records("fsdp=2", name)[0].losses) for name in SETTINGS}
     assert len(set(losses.values())) == len(losses)
+
+
+def whole_norm(gradients: Tensors) -> float:
+    return math.hypot(*(float(gradient.float().norm()) for gradient in gradients.values()))
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp=2"])
+def test_the_loss_scale_is_in_no_gradient_and_no_norm(trained: Table, layout: str) -> None:
+    """Adam would not notice: it divides by the size of what it is given."""
+    scaled, plain = (trained.records(layout, name)[0] for name in ("fp16", "fp32"))
+    assert scaled.scales[0] == 1024.0
+    assert scaled.norms[0] == pytest.approx(plain.norms[0], rel=0.02)
+    assert whole_norm(scaled.first_gradients) == pytest.approx(whole_norm(plain.first_gradients), rel=0.02)
 
 
 # ---- Overflow
