@@ -269,9 +269,9 @@ def test_a_followed_gpt_has_the_numbers_of_the_formulas(source: str) -> None:
 
 def test_what_is_kept_is_what_autograd_keeps_of_a_real_forward() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 2))
-    from lockstep.planner.model.follow import follow
+    from lockstep.planner.model.from_forward import model_from_forward
 
-    found = follow("small", model, lambda: model(torch.zeros(4, 6)), 4, 1)
+    found = model_from_forward("small", model, lambda: model(torch.zeros(4, 6)), 4, 1)
     # The first product keeps its input, and the second what the sigmoid wrote and keeps as well.
     assert found.parts[0].kept == 6 + 5
     assert [(one.rows, one.inner, one.columns) for one in found.parts[0].matmuls] == [(1, 6, 5), (1, 5, 2)]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.stacks import find_stack
 from lockstep.errors import UserError
+from lockstep.follow.forward import following
 from lockstep.layout import Layout
 from lockstep.links.cost import Link
 from lockstep.planner.cost.estimate import Memory
@@ -21,7 +23,7 @@ from lockstep.planner.model.parts import Shape
 from lockstep.planner.model.transformer import transformer
 from lockstep.planner.trace.count import Collectives, Traced, cross_check, cross_check_text, trace_memory
 from lockstep.planner.trace.dry_run import Training
-from lockstep.planner.trace.storages import Watch
+from lockstep.planner.trace.storages import Storages
 from lockstep.planner.trace.torch_model import Transformer
 
 HIDDEN, VOCABULARY, TOKENS, LAYERS = 1024, 2048, 64, 2
@@ -118,7 +120,8 @@ def test_any_module_can_be_traced_and_its_activations_are_what_autograd_keeps() 
 
 
 def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
-    with Watch({}) as watch:
+    watch = Storages({})
+    with following(operation=watch.note):
         watch.heading = "activations"
         base = torch.empty(100)
         view = base.view(10, 10)
@@ -141,7 +144,7 @@ def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
         ("single", {"recompute": "selective"}, "selective"),
         ("single", {"precision": "fp8"}, "fp8"),
         ("single", {"compiled": True}, "compiled"),
-        ("single", {"stack": "megatron"}, "megatron"),
+        ("single", {"stack": find_stack("megatron")}, "megatron"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(layout: str, changes: dict[str, object], named: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UserError, nearest
+from lockstep.follow.forward import following
 from lockstep.runtime.torch_private import AnyDropout
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -168,7 +169,6 @@ def record_calls(model: nn.Module, call: Callable[[], Any]) -> Call:
     """The calls of all modules while `call` runs, as a tree."""
     root = Call("", model, [])
     stack = [root]
-    handles = []
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -179,13 +179,8 @@ def record_calls(model: nn.Module, call: Callable[[], Any]) -> Call:
     def leave(*_: Any) -> None:
         stack.pop()
 
-    for module in model.modules():
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
+    with following(model.modules(), enters=enter, leaves=leave):
         call()
-    finally:
-        for handle in handles:
-            handle.remove()
     return root
 
 

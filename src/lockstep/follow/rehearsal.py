@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
+from lockstep.follow.forward import Functions, following
 from lockstep.follow.functions import own_functions_seen
 from lockstep.follow.trees import map_tensors, tensors_of
 from lockstep.follow.unread import Look, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
@@ -73,9 +73,13 @@ def rehearse(
     watch = RehearsalWatch(rehearsal, len(parts) - 1)
     buffers = {name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers()}
     undo = [replace_call(part, _part_call(number, watch)) for number, part in enumerate(parts)]
-    handles = [hook for module in seeded for hook in _count_inside(module, watch)]
     try:
-        with without_data() as watch.look, _no_custom_functions(watch), watch:
+        with (
+            without_data() as watch.look,
+            _no_custom_functions(watch),
+            following(seeded, enters=watch.enter_seeded, leaves=watch.leave_seeded),
+            watch,
+        ):
             try:
                 rehearsal.result = call(model)
                 refuse_unread(rehearsal.result, AT_THE_END)
@@ -85,8 +89,6 @@ def rehearse(
     finally:
         for back in undo:
             back()
-        for handle in handles:
-            handle.remove()
     if len(rehearsal.outputs) != len(parts) and not (may_read_at_end and not rehearsal.outputs):
         raise another_path("left out parts of the model")
     watch.used(rehearsal.result)
@@ -110,11 +112,19 @@ class RehearsalWatch(Watch):
         self.numbered: list[torch.Tensor] = []
         self.in_part = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation that gets no number which only one stage knows."""
         refuse_unread((args, kwargs), AT_THE_END)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().answer(func, args, kwargs)
+
+    def enter_seeded(self, *_: Any) -> None:
+        """A module that has a random stream of its own is called."""
+        self.inside_seeded += 1
+        self.seeded_at = self.at
+
+    def leave_seeded(self, *_: Any) -> None:
+        """It has returned."""
+        self.inside_seeded -= 1
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Every value has to come from a part's return, or from an operation that was seen."""
@@ -201,7 +211,7 @@ class RehearsalWatch(Watch):
             self.rehearsal.uses.setdefault(id(tensor), set()).add(max(self.at, 0))
 
 
-class PartWatch(TorchFunctionMode):
+class PartWatch(Functions):
     """Sees the operations inside a part: they may use what was given to it and what they made themselves."""
 
     def __init__(
@@ -214,10 +224,8 @@ class PartWatch(TorchFunctionMode):
         self._mark = (watch.serial if watch else -1, part)
         self._given = {watch.number_of(tensor) for tensor in given} if watch else set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, unless it uses a value that nobody gave to the part."""
         if (constant := constant_of(func, args, kwargs, is_fake)) is not None:
             return constant
         name = getattr(func, "__name__", "")
@@ -389,17 +397,6 @@ def _find_gradients(rehearsal: Rehearsal, numbered: Sequence[torch.Tensor]) -> N
     for value, tensor in zip(rehearsal.values, numbered, strict=True):
         value.requires_grad = tensor.grad_fn in reached
     rehearsal.result = map_tensors(torch.Tensor.detach, rehearsal.result)
-
-
-def _count_inside(module: nn.Module, watch: RehearsalWatch) -> list[Any]:
-    def enter(*_: Any) -> None:
-        watch.inside_seeded += 1
-        watch.seeded_at = watch.at
-
-    def leave(*_: Any) -> None:
-        watch.inside_seeded -= 1
-
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 def _without_masks(index: Any) -> Any:

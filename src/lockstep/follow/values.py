@@ -12,20 +12,19 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
+from lockstep.follow.forward import Functions
 from lockstep.follow.trees import map_tensors
 from lockstep.record.failure import shown_file
 from lockstep.runtime.draws import RANDOM
-from lockstep.runtime.torch_private import FakeTensor, FakeTensorMode, current_function_mode, without_function_mode
+from lockstep.runtime.torch_private import FakeTensor, FakeTensorMode
 
 FILLED = {
     torch.ones_like: torch.ones,
@@ -117,7 +116,7 @@ class Rehearsal:
         return self._crossing[cut]
 
 
-class Watch(TorchFunctionMode):
+class Watch(Functions):
     """Sees every operation outside the parts and numbers the values that depend on parameters or random numbers.
 
     `at` is the part that was called last, -1 before the first. As long as there is something `replayed`, operations
@@ -135,14 +134,9 @@ class Watch(TorchFunctionMode):
         self.replayed = replayed
         self._operations = 0
         self._keep = frozenset(keep)
-        self._paused = False
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or what a rehearsal has of it, and number what it makes."""
         tensors = list(tensors_in(args, kwargs))
         self.see(tensors)
         if func not in RANDOM:
@@ -191,19 +185,6 @@ class Watch(TorchFunctionMode):
             return tensor if number is None else self.filled.get(number, tensor)
 
         return map_tensors(received, tree)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Not watched inside: a part computes at full speed."""
-        if current_function_mode() is self:
-            with without_function_mode():
-                yield
-        else:  # somebody's `with torch.device(...)` is around the part
-            self._paused = True
-            try:
-                yield
-            finally:
-                self._paused = False
 
     def _replay(
         self, operation: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]

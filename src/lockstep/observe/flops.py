@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +30,12 @@ from torch.utils import flop_counter
 from lockstep.config.schema import Format
 from lockstep.data.loader import MicroBatch, kept_random_state
 from lockstep.errors import UserError
+from lockstep.follow.forward import Operations, following
 from lockstep.follow.rehearsal import without_data
 from lockstep.follow.values import fake_like
 from lockstep.observe.device_peak import Peak
 from lockstep.parallel.pipeline.stage import copy_of
-from lockstep.runtime.torch_private import FakeTensorMode, TorchDispatchMode
+from lockstep.runtime.torch_private import FakeTensorMode
 from lockstep.step.precision import compute_in
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -200,7 +200,8 @@ def count_flops(model: nn.Module, loss: Loss, data: Any, precision: Format = "fp
     if not model.training:
         model.train()
     counting = _Counting()
-    with _untouched(), counting.watching():
+    attention = {"scaled_dot_product_attention": _attention(counting)}
+    with _untouched(), following(operation=counting.count, instead=attention):
         with compute_in(precision, CPU):
             value = loss(model, data)[0]
         if value.requires_grad:
@@ -215,44 +216,29 @@ class _Counting:
     def __init__(self) -> None:
         self.flops: Counter[str] = Counter()
         self.is_backward = False
+        self._formulas = _formulas()
 
     def add(self, kind: str, flops: int) -> None:
         # A backward records no gradients: what does is the forward of torch.utils.checkpoint, for the second time.
         if not (self.is_backward and torch.is_grad_enabled()):
             self.flops[kind] += flops
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside every operation of this thread, and of its backward, is counted."""
-        # Through the module's name, by which nn.MultiheadAttention calls it too.
-        with patch.object(F, "scaled_dot_product_attention", _attention(self)), _Operations(self):
-            yield
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Count an operation; refuse one that would wait for other ranks, which do not trace.
 
-
-class _Operations(TorchDispatchMode):
-    """Counts every operation, and refuses those that would wait for other ranks, which do not trace.
-
-    torch's own FlopCounterMode also follows modules, and is slower for it.
-    """
-
-    def __init__(self, counting: _Counting) -> None:
-        super().__init__()
-        self._counting = counting
-        self._formulas = _formulas()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
+        torch's own FlopCounterMode also follows modules, and is slower for it.
+        """
         if func is torch.ops.prim.device.default:  # most of all
-            return func(*args, **named)
+            return func(*args, **kwargs)
         if func.namespace in COLLECTIVES:
             raise UserError("it talks to other ranks", "leave that to the layout")
         formula = self._formulas.get(func.overloadpacket)
         if formula is None:
-            with self:  # one that is made of others, which count
-                parts = func.decompose(*args, **named)
-            return func(*args, **named) if parts is NotImplemented else parts
-        result = func(*args, **named)
-        self._counting.add(_kind(str(func)), formula(*args, **named, out_val=result))
+            with Operations(self.count):  # one that is made of others, which count
+                parts = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if parts is NotImplemented else parts
+        result = func(*args, **kwargs)
+        self.add(_kind(str(func)), formula(*args, **kwargs, out_val=result))
         return result
 
 

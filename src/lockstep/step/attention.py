@@ -9,8 +9,8 @@ decide which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lockstep.follow.forward import following
 from lockstep.runtime.comm import Comm
 
 BACKENDS: dict[str, SDPBackend] = {
@@ -43,7 +44,14 @@ def attend_with(kernels: str | None) -> AbstractContextManager[object]:
 
 def fastest_kernels(forward: Callable[[], object], device: torch.device, comm: Comm) -> str | None:
     """Run a forward once and time the attention calls in it; all ranks get one answer, None: as torch chooses."""
-    with _recorded() as noted, torch.compiler.set_stance("force_eager"):
+    noted: Counter[_Call] = Counter()
+    attend = F.scaled_dot_product_attention
+
+    def note(*args: Any, **kwargs: Any) -> torch.Tensor:
+        noted[_call(*args, **kwargs)] += 1
+        return attend(*args, **kwargs)
+
+    with following(instead={"scaled_dot_product_attention": note}), torch.compiler.set_stance("force_eager"):
         forward()
     calls = list(noted.items())
     dropping = any(dict(call.options)["dropout_p"] > 0 for call, _ in calls)
@@ -64,23 +72,6 @@ class _Call:
     dtype: torch.dtype
     mask: tuple[tuple[int, ...], torch.dtype] | None
     options: tuple[tuple[str, Any], ...]
-
-
-@contextmanager
-def _recorded() -> Iterator[Counter[_Call]]:
-    """Note the attention calls made inside; through the module's name, by which nn.MultiheadAttention calls it too."""
-    calls: Counter[_Call] = Counter()
-    attend = F.scaled_dot_product_attention
-
-    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls[_call(*args, **kwargs)] += 1
-        return attend(*args, **kwargs)
-
-    F.scaled_dot_product_attention = noting
-    try:
-        yield calls
-    finally:
-        F.scaled_dot_product_attention = attend
 
 
 def _call(

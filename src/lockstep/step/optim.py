@@ -7,14 +7,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.schema import OptimizerConfig, ScheduleConfig
 from lockstep.errors import UserError, unknown
-from lockstep.runtime.torch_private import has_step_hooks
+from lockstep.runtime.torch_private import has_step_hooks, replaced
 
 OptimizerFactory = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Schedule = Callable[[int], float]
@@ -64,7 +63,7 @@ def with_empty_groups(make: OptimizerFactory) -> OptimizerFactory:
         return isinstance(params, list) and len(params) > 0 and isinstance(params[0], tuple)
 
     def make_with_them(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        with patch.object(torch.optim.Optimizer, "add_param_group", name_nothing):
+        with replaced(torch.optim.Optimizer, "add_param_group", name_nothing):
             return make(named)
 
     return make_with_them

@@ -13,6 +13,7 @@ import torch
 from lockstep.data.loader import MicroBatch, Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.data.transfer import Transfers
+from lockstep.follow.forward import following
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
 
@@ -44,19 +45,14 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
     """What autograd keeps for the backward pass of one micro-batch."""
     kept: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: torch.Tensor) -> None:
         storage = local_part(tensor).untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
     data = Transfers(engine.device).send(micro_batch.data).take()
     # Scoring, because measuring must not count as a batch in running statistics; eager, because a resumed run, which
     # does not measure, has to find the same variants compiled.
-    with (
-        engine.scoring(),
-        torch.compiler.set_stance("force_eager"),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    with engine.scoring(), torch.compiler.set_stance("force_eager"), following(keeps=keep):
         loss, _ = engine.forward(micro_batch, data)
         del loss
     return sum(kept.values())

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
+from lockstep.follow.forward import Functions
 from lockstep.follow.values import is_fake
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import gather_into, scatter_sums_into
@@ -124,15 +124,14 @@ class Cut(torch.Tensor):
             return mark(self.detach().clone(), self.along)
 
 
-class Following(TorchFunctionMode):
+class Following(Functions):
     """Lets cuts be tried out on tensors without data, which cannot be of another class: they have an attribute."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By the rule of a torch function that is given a cut tensor."""
         from lockstep.parallel.tensor.rules import answer
 
-        if cuts_in((args, kwargs)):
-            return answer(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return answer(func, args, kwargs) if cuts_in((args, kwargs)) else func(*args, **kwargs)
 
 
 def along_of(value: Any) -> tuple[Along, ...]:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
+from lockstep.follow.forward import following
 from lockstep.follow.functions import nodes_of, own_functions_seen
 from lockstep.follow.rehearsal import without_data
 from lockstep.follow.trees import tensors_of
@@ -32,7 +32,7 @@ def trying_out(look: Callable[[], Any], axis: str) -> Iterator[None]:
         without_data(LOOKED_AT) as seen,
         no_shortcuts(),
         no_own_gradients(axis),
-        _Reading(seen),
+        following(function=partial(_read, seen)),
         own_functions_seen(partial(_whole_arguments, axis)),
         can_be_followed(look, axis),
     ):
@@ -66,11 +66,13 @@ GRADIENT_FUNCTIONS = {
 def no_own_gradients(axis: str) -> Iterator[None]:
     """Refuse code of the user's that sees gradients: under tp and cp a rank has a share or a part of them only."""
 
-    def refuse(what: str) -> None:
-        raise UserError(
-            f"{user_line()} has {what}, and under {axis} a rank has only a share of it",
-            "use a dp layout for this model, or fsdp with shard.level = zero1",
-        )
+    def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (what := GRADIENT_FUNCTIONS.get(getattr(func, "__name__", ""))) is not None:
+            raise UserError(
+                f"{user_line()} has {what}, and under {axis} a rank has only a share of it",
+                "use a dp layout for this model, or fsdp with shard.level = zero1",
+            )
+        return func(*args, **kwargs)
 
     def check_vmap(*args: Any, **kwargs: Any) -> None:
         if any(map(along_of, tensors_of((args, kwargs)))):
@@ -80,7 +82,7 @@ def no_own_gradients(axis: str) -> Iterator[None]:
             )
 
     require("tensor parallelism")
-    with vmap_seen(check_vmap), _Refusing(refuse):
+    with vmap_seen(check_vmap), following(function=refuse):
         yield
 
 
@@ -105,28 +107,11 @@ def _whole_arguments(axis: str, function: Any, args: tuple[Any, ...]) -> tuple[A
     return args
 
 
-class _Refusing(TorchFunctionMode):
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        super().__init__()
-        self._refuse = refuse
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (what := GRADIENT_FUNCTIONS.get(getattr(func, "__name__", ""))) is not None:
-            self._refuse(what)
-        return func(*args, **(kwargs or {}))
-
-
-class _Reading(TorchFunctionMode):
+def _read(look: Look, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that are read: at work, every rank has the whole ones, and the same."""
-
-    def __init__(self, look: Look) -> None:
-        super().__init__()
-        self._look = look
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_nothing(name := getattr(func, "__name__", ""), args):
-            return read(name, self._look, converts=True)
-        return func(*args, **(kwargs or {}))
+    if reads_nothing(name := getattr(func, "__name__", ""), args):
+        return read(name, look, converts=True)
+    return func(*args, **kwargs)
 
 
 @contextmanager

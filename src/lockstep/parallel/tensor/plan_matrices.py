@@ -123,12 +123,13 @@ class _Uses(Following):
         self._owners = owners
         self.outside: dict[str, str] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As every cut is followed; notes parameters on the way."""
         if not self._trial.inside and not _only_asks(func):
-            for value in tensors_in(args, kwargs or {}):
+            for value in tensors_in(args, kwargs):
                 if id(value) in self._owners:
                     self.outside[self._owners[id(value)]] = user_line()
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().answer(func, args, kwargs)
 
 
 def _only_asks(func: Any) -> bool:

@@ -20,7 +20,7 @@ from lockstep.config import catalog
 from lockstep.config.schema import Config
 from lockstep.data.images import MNIST_SIDE
 from lockstep.errors import UserError, nearest
-from lockstep.planner.model.follow import follow
+from lockstep.planner.model.from_forward import model_from_forward
 from lockstep.planner.model.parts import Model
 from lockstep.recipes import resnet, toy, vision, wikitext
 from lockstep.runtime.torch_private import FakeTensorMode, own_buffers, own_parameters
@@ -204,7 +204,7 @@ def _followed(name: str, model: nn.Module, mode: FakeTensorMode, sample: Sample,
     try:
         with mode:
             _drop_data(model)
-            return follow(name, model, forward, sample.batch, sample.tokens)
+            return model_from_forward(name, model, forward, sample.batch, sample.tokens)
     except UserError:
         raise
     except Exception as error:  # of the user's forward, or of an operation that needs values

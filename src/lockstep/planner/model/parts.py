@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-Cut = Literal["columns", "inner", "whole"]
+MatmulCut = Literal["columns", "inner", "whole"]
 """What tensor parallelism does to a product: cut its columns, its inner dim (and sum up), or nothing."""
 
 
@@ -22,7 +22,7 @@ class Matmul:
     rows: int
     inner: int
     columns: int
-    cut: Cut = "whole"
+    cut: MatmulCut = "whole"
 
     @property
     def flops(self) -> float:

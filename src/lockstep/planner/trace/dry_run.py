@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,10 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from lockstep.config.schema import Format, NumericsConfig, SetupConfig, ShardConfig, TensorConfig
+from lockstep.follow.forward import following
 from lockstep.layout import Layout
 from lockstep.parallel.build.apply import CutFor, cut_built
 from lockstep.parallel.build.materialise import Built, Tensors, cut_on_meta, named_tensors
@@ -31,7 +32,7 @@ from lockstep.parallel.tensor.cut import Following
 from lockstep.planner.cost.job import Job
 from lockstep.planner.model.parts import Shape
 from lockstep.planner.trace import torch_model
-from lockstep.planner.trace.storages import Watch, counting
+from lockstep.planner.trace.storages import Storages
 from lockstep.recipes.task import Task
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm, build_mesh
@@ -120,32 +121,25 @@ class AbsentWorld(Comm):
 IN_FP32 = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.softmax, torch.softmax, torch.Tensor.softmax)
 
 
-class KernelsOfGpus(TorchFunctionMode):
+def as_on_gpus(in_fp32: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Norms and attention keep what they keep on a GPU.
 
     Norms are computed by one kernel, and like softmax under autocast (`in_fp32`) in fp32: autocast on CPUs has another
     list (ATen/autocast_mode.h), and an RMSNorm is a handful of operations there. The flash kernel of a GPU can drop,
     that of a CPU cannot; what it keeps is the same with dropout and without.
     """
-
-    def __init__(self, in_fp32: bool) -> None:
-        super().__init__()
-        self._in_fp32 = in_fp32
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            return func(**{**given, **kwargs, "dropout_p": 0.0})
-        if func not in IN_FP32:
-            return func(*args, **kwargs)
-        if self._in_fp32:
-            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
-        if func in (F.rms_norm, torch.rms_norm):
-            weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            if weight is not None:
-                return FusedRmsNorm.apply(args[0], weight)
+    if func is F.scaled_dot_product_attention:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        return func(**{**given, **kwargs, "dropout_p": 0.0})
+    if func not in IN_FP32:
         return func(*args, **kwargs)
+    if in_fp32:
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+    if func in (F.rms_norm, torch.rms_norm):
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        if weight is not None:
+            return FusedRmsNorm.apply(args[0], weight)
+    return func(*args, **kwargs)
 
 
 class FusedRmsNorm(torch.autograd.Function):
@@ -171,7 +165,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
         model = training.build_model()
     sample = training.samples(job.micro_batch)
     precision = cast(Format, job.precision)  # others are refused
-    watch = Watch(comm.axis_names())
+    watch = Storages(comm.axis_names())
     count = min(job.micro_batches, 2)
 
     def loss_of(model: nn.Module) -> torch.Tensor:
@@ -187,7 +181,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
             def cut_and_begin(model: nn.Module) -> None:
                 cut_for_good(model)  # torch would be some ten times slower at this with fake tensors
                 without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                without_data.enter_context(counting(watch))
+                without_data.enter_context(following(operation=watch.note, resizes=watch.resized))
 
             cut_on_meta(built.model, cut_and_begin, device)
             return built.model
@@ -207,7 +201,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
         to = CutFor(job.layout, comm, DEVICE, cutting, seed=0)
         cut = cut_built(built, seen, to, shapes_alone)
         if not job.machine.gpu.is_cpu:
-            without_data.enter_context(KernelsOfGpus(precision != "fp32"))
+            without_data.enter_context(following(function=partial(as_on_gpus, precision != "fp32")))
         _step(cut, watch, loss_of, count)
     return {
         **{name: watch.peak.get(name, 0) for name in HEADINGS},
@@ -223,7 +217,7 @@ def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str,
     }
 
 
-def _step(cut: CutModel, watch: Watch, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int) -> None:
+def _step(cut: CutModel, watch: Storages, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int) -> None:
     """What engine.Engine does in a step that is not the first: the optimizer has its state already."""
     model, gradients = cut.models[0], cut.gradients
     for parameter in model.parameters():
@@ -267,7 +261,7 @@ def _step(cut: CutModel, watch: Watch, loss_of: Callable[[nn.Module], torch.Tens
     gradients.updated()
 
 
-def _mark_gradients(model: nn.Module, watch: Watch) -> None:
+def _mark_gradients(model: nn.Module, watch: Storages) -> None:
     """Have every gradient counted as one, also those of weights that are gathered for a while."""
 
     def arrived(parameter: torch.Tensor) -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.torch_private import TorchDispatchMode, name_of, replaced, tree_leaves, type_of
+from lockstep.runtime.torch_private import name_of, tree_leaves, type_of
 
 
-class Watch(TorchDispatchMode):
+class Storages:
     """Sees every storage come and go, each under a heading, and remembers the fullest moment."""
 
     def __init__(self, axes: dict[str, str]) -> None:
-        super().__init__()
         self.heading = self.moment = "forward"
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
@@ -30,15 +26,14 @@ class Watch(TorchDispatchMode):
         self._axes = axes
         self._alive: dict[int, tuple[weakref.ref[Any], str, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # which comes back with the parts
-        result = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, and count what it made and sent."""
+        result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor)
         if func.namespace in ("c10d", "fsdp"):
-            self._see_communication(func, args, kwargs or {})
+            self._see_communication(func, args, kwargs)
         return result
 
     def see(self, tensor: torch.Tensor, heading: str | None = None) -> None:
@@ -103,17 +98,3 @@ class Watch(TorchDispatchMode):
             if isinstance(one, torch.ScriptObject) and "ProcessGroup" in type_of(one):
                 return self._axes.get(dist.ProcessGroup.unbox(one).group_name, "data")
         return "data"
-
-
-@contextmanager
-def counting(watch: Watch) -> Iterator[None]:
-    """Let a watch see all that is made, and what becomes of storages that `fully_shard` frees without letting go."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        watch.resized(storage)
-        return result
-
-    with replaced(torch.UntypedStorage, "resize_", resized), watch:
-        yield
