@@ -59,6 +59,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@if [ -d $(FRONT)/node_modules/eslint ]; then npm run --silent check --prefix $(FRONT); \
+	else echo "the page's script is not looked at: make page-packages installs what does"; fi
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -3,6 +3,9 @@ import { TIME_STEPS, isByClock, momentText, timeSplits, timeTexts } from "./cloc
 import { amount, axisTexts, duration, grouped, logTexts } from "./format.js";
 import { ink } from "./theme.js";
 
+/** @typedef {import("./panels").Lines["x"]} XKind */
+/** @typedef {import("./format.js").Unit} Unit */
+
 const FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif';
 const WHOLE = [1, 2, 5]
   .flatMap((digit) => Array.from({ length: 12 }, (_, power) => digit * 10 ** power))
@@ -10,21 +13,33 @@ const WHOLE = [1, 2, 5]
 
 const SPLIT_SECONDS = Array.from({ length: 9 }, (_, power) => [1, 2, 5].map((digit) => digit / 10 ** (9 - power))).flat();
 
-// One place on the x axis in words. Charts over time count from the start of the run.
+/**
+ * One place on the x axis in words. Charts over time count from the start of the run.
+ * @param {XKind} kind
+ * @param {number} x
+ * @param {number} start
+ */
 export function placeText(kind, x, start) {
   if (kind === "time") return momentText(x + start, start);
   if (kind === "seconds") return amount(x, "s");
   return kind === "ranks" ? `${grouped(x)} ${x === 1 ? "rank" : "ranks"}` : `step ${grouped(x)}`;
 }
 
+/** @param {XKind} kind */
 export function placeHeading(kind) {
   if (kind === "time") return isByClock() ? "time" : "time since the start";
   if (kind === "seconds") return "time";
   return kind === "ranks" ? "ranks" : "step";
 }
 
+/**
+ * @param {XKind} kind
+ * @param {number} start
+ * @param {number[]} xs
+ */
 export function xAxis(kind, start, xs) {
   const isTimed = kind === "time" || kind === "seconds";
+  /** @type {any} */
   const axis = {
     ...common(),
     label: isTimed ? undefined : placeHeading(kind),
@@ -53,6 +68,10 @@ export function xAxis(kind, start, xs) {
   return axis;
 }
 
+/**
+ * @param {Unit} unit
+ * @param {boolean} isLog
+ */
 export function yAxis(unit, isLog) {
   return {
     ...common(),
@@ -62,6 +81,7 @@ export function yAxis(unit, isLog) {
   };
 }
 
+/** @param {number[]} splits */
 function secondsTexts(splits) {
   const most = Math.max(...splits.map(Math.abs));
   return most < 60 ? axisTexts(splits, "s") : splits.map((seconds) => (seconds === 0 ? "0" : duration(seconds)));
@@ -100,7 +120,8 @@ function widest(chart, values) {
 }
 
 // On a logarithmic axis uPlot offers 1 to 9 times every power of ten: name those there is room for.
-function decades(splits) {
+/** @param {(number | null)[]} splits */
+export function decades(splits) {
   const powers = splits.filter((value) => value !== null && isPower(value)).length;
   return splits.map((value) => {
     if (value === null) return null;
@@ -110,21 +131,32 @@ function decades(splits) {
   });
 }
 
+/** @param {number} value */
 function isPower(value) {
   const power = Math.log10(value);
   return Math.abs(power - Math.round(power)) < 1e-9;
 }
 
-// The ends of the x axis; one place alone gets some room.
+/**
+ * The ends of the x axis; one place alone gets some room.
+ * @param {number | null | undefined} low
+ * @param {number | null | undefined} high
+ * @returns {[number, number]}
+ */
 export function xRange(low, high) {
-  if (low === null || low === undefined) return [0, 1];
-  if (low === high) return [low - 1, high + 1];
-  return [low, high];
+  if (low === null || low === undefined || high === null || high === undefined) return [0, 1];
+  return low === high ? [low - 1, high + 1] : [low, high];
 }
 
 const FLAT = 1e-3;
 
-// The ends of the y axis. An amount begins at 0, a bare number (a loss) where its values are.
+/**
+ * The ends of the y axis. An amount begins at 0, a bare number (a loss) where its values are.
+ * @param {number | null | undefined} low
+ * @param {number} high
+ * @param {{ unit: string, most?: number | null, isStacked?: boolean, fromZero?: boolean }} options
+ * @returns {[number, number]}
+ */
 export function yRange(low, high, { unit, most, isStacked, fromZero }) {
   if (low === null || low === undefined || !Number.isFinite(low)) return [0, most ?? 1];
   if (unit !== "" || isStacked || fromZero) {
@@ -138,7 +170,12 @@ export function yRange(low, high, { unit, most, isStacked, fromZero }) {
   return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
 }
 
-// A logarithmic axis with room above and below.
+/**
+ * A logarithmic axis with room above and below.
+ * @param {number | null | undefined} low
+ * @param {number} high
+ * @returns {[number, number]}
+ */
 export function logRange(low, high) {
   if (low === null || low === undefined || low <= 0) return [0.1, 1];
   return [low / 1.15, high * 1.15];

@@ -4,9 +4,18 @@ import { make } from "./dom.js";
 import { isOnPaper, onTheme } from "./theme.js";
 
 export const PRINTED_WIDTH = 680;
+/** @type {Record<string, [number, number]>} */
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-// `draw(width)` gives the nodes; `move(right, down)` is told of arrow keys, `point(event or null)` of the mouse.
+/**
+ * `draw(width)` gives the nodes; `move(right, down)` is told of arrow keys, `point(event or null)` of the mouse.
+ * @param {(width: number) => Node[]} draw
+ * @param {{
+ *   move?: ((right: number, down: number) => void) | null,
+ *   point?: ((event: PointerEvent | null) => void) | null,
+ *   className: string,
+ * }} options
+ */
 export function drawing(draw, { move = null, point = null, className }) {
   const element = make("div", { class: `drawing ${className}`, role: "img", tabindex: move ? "0" : null });
   let width = isOnPaper() ? PRINTED_WIDTH : 0;
@@ -28,7 +37,8 @@ export function drawing(draw, { move = null, point = null, className }) {
     const step = STEPS[event.key];
     if (!step || !move || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    move(...step.map((part) => part * (event.shiftKey ? 10 : 1)));
+    const far = event.shiftKey ? 10 : 1;
+    move(step[0] * far, step[1] * far);
   });
   if (point) {
     element.addEventListener("pointermove", point);
@@ -44,7 +54,7 @@ export function drawing(draw, { move = null, point = null, className }) {
   return {
     element,
     redraw,
-    setLabel: (text) => element.setAttribute("aria-label", text),
+    setLabel: (/** @type {string} */ text) => element.setAttribute("aria-label", text),
     remove() {
       watcher.disconnect();
       forget.forEach((end) => end());
@@ -54,6 +64,11 @@ export function drawing(draw, { move = null, point = null, className }) {
   };
 }
 
+/**
+ * @param {number} value
+ * @param {number} least
+ * @param {number} most
+ */
 export function between(value, least, most) {
   return Math.max(least, Math.min(most, value));
 }

@@ -1,5 +1,6 @@
 // Numbers as people read them, like lockstep/text/units.py.
 
+/** @type {[number, string][]} */
 const PREFIXES = [
   [1e18, "E"],
   [1e15, "P"],
@@ -9,6 +10,7 @@ const PREFIXES = [
   [1e3, "k"],
   [1, ""],
 ];
+/** @type {[number, string][]} */
 const BYTES = [
   [1e15, "PB"],
   [1e12, "TB"],
@@ -17,6 +19,7 @@ const BYTES = [
   [1e3, "kB"],
   [1, "B"],
 ];
+/** @type {[number, string][]} */
 const SECONDS = [
   [86400, "d"],
   [3600, "h"],
@@ -28,8 +31,15 @@ const SECONDS = [
 const NONE = "–";
 // From here on the digits that are written say that it is the next unit.
 const ROUNDED_UP = 0.9995;
+/** @type {[number, string][]} */
 const HUNDRED = [[0.01, "%"]];
 
+/** @typedef {"" | "s" | "B" | "B/s" | "share" | "W" | "flop/s" | "/s" | "items"} Unit */
+
+/**
+ * @param {Unit} unit
+ * @returns {[number, string][]}
+ */
 function scales(unit) {
   if (unit === "B" || unit === "B/s") return BYTES.map(([size, name]) => [size, unit === "B" ? name : `${name}/s`]);
   if (unit === "s") return SECONDS;
@@ -38,12 +48,20 @@ function scales(unit) {
   return PREFIXES.map(([size, name]) => [size, name + unit]);
 }
 
+/**
+ * @param {number} size
+ * @param {Unit} unit
+ */
 function scaleOf(size, unit) {
   const known = scales(unit);
-  return known.find(([least]) => size >= ROUNDED_UP * least) ?? known.at(-1);
+  return known.find(([least]) => size >= ROUNDED_UP * least) ?? known[known.length - 1];
 }
 
-// Few digits, and no exponent where it can be helped.
+/**
+ * Few digits, and no exponent where it can be helped.
+ * @param {number | null | undefined} value
+ * @param {number} digits
+ */
 export function plain(value, digits = 4) {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
@@ -57,13 +75,18 @@ export function plain(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** @param {number | string} value */
 export function grouped(value) {
   const [whole, rest] = String(value).split(".");
   const text = whole.replace(/\B(?=(\d{3})+$)/g, ",");
   return rest === undefined ? text : `${text}.${rest}`;
 }
 
-// One value with its unit: "34.2 ms", "93.1 %", "12.3 k/s".
+/**
+ * One value with its unit: "34.2 ms", "93.1 %", "12.3 k/s".
+ * @param {number | null | undefined} value
+ * @param {Unit} unit
+ */
 export function amount(value, unit) {
   if (value === null || value === undefined) return NONE;
   if (unit === "") return plain(value);
@@ -74,7 +97,11 @@ export function amount(value, unit) {
   return `${plain(value / size, 3)} ${name}`.trim();
 }
 
-// The labels of an axis: all in one unit, all with as many digits as their distance needs.
+/**
+ * The labels of an axis: all in one unit, all with as many digits as their distance needs.
+ * @param {(number | null)[]} values
+ * @param {Unit} unit
+ */
 export function axisTexts(values, unit) {
   const most = Math.max(...values.filter((value) => value !== null).map(Math.abs), 0);
   const isNarrow = unit === "" && most < 1e5;
@@ -93,15 +120,23 @@ export function axisTexts(values, unit) {
   });
 }
 
-// With decades on the axis every value gets its own unit.
+/**
+ * With decades on the axis every value gets its own unit.
+ * @param {(number | null)[]} values
+ * @param {Unit} unit
+ */
 export function logTexts(values, unit) {
   return values.map((value) => (value === null ? "" : amount(Number(value.toPrecision(3)), unit)));
 }
 
-// "1:02:05" would not say what it counts: "1 h 2 min".
+/**
+ * "1:02:05" would not say what it counts: "1 h 2 min".
+ * @param {number} seconds
+ */
 export function duration(seconds) {
   const whole = Math.round(Math.abs(seconds));
   const sign = seconds < 0 ? "−" : "";
+  /** @type {[number, string][]} */
   const parts = [
     [Math.floor(whole / 86400), "d"],
     [Math.floor(whole / 3600) % 24, "h"],
@@ -120,11 +155,13 @@ export function duration(seconds) {
   );
 }
 
+/** @param {number} share */
 export function percent(share) {
   if (share > 0 && share < 0.0005) return "< 0.1 %";
   return `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
 }
 
+/** @param {number} seconds */
 export function ago(seconds) {
   return seconds < 1 ? "now" : `${duration(seconds)} ago`;
 }

@@ -2,7 +2,12 @@
 
 const GAP = 4;
 
-// A place [x, y] for every rank, and the size of all.
+/**
+ * A place [x, y] for every rank, and the size of all.
+ * @param {number[]} sizes
+ * @param {{ width: number, height: number }} cell
+ * @param {number} room
+ */
 export function meshGrid(sizes, cell, room) {
   let block = { places: [[0, 0]], width: cell.width, height: cell.height };
   const wide = sizes.filter((size) => size > 1);
@@ -22,14 +27,22 @@ export function meshGrid(sizes, cell, room) {
   return block;
 }
 
-// As many as fit, in even rows where that does not cost half of the room.
+/**
+ * As many as fit, in even rows where that does not cost half of the room.
+ * @param {number} count
+ * @param {number} fits
+ */
 function columnsOf(count, fits) {
   if (count <= fits) return count;
   for (let columns = fits; 2 * columns > fits; columns--) if (count % columns === 0) return columns;
   return fits;
 }
 
-// The coordinates of a rank, outermost axis first.
+/**
+ * The coordinates of a rank, outermost axis first.
+ * @param {number} rank
+ * @param {number[]} sizes
+ */
 export function coordinates(rank, sizes) {
   const found = [];
   let rest = rank;
@@ -40,7 +53,11 @@ export function coordinates(rank, sizes) {
   return found;
 }
 
-// Who talks on an axis: all ranks that differ in its coordinate alone.
+/**
+ * Who talks on an axis: all ranks that differ in its coordinate alone.
+ * @param {number[]} sizes
+ * @param {number} axis
+ */
 export function groups(sizes, axis) {
   const stride = sizes.slice(axis + 1).reduce((product, size) => product * size, 1);
   const world = sizes.reduce((product, size) => product * size, 1);
@@ -52,7 +69,10 @@ export function groups(sizes, axis) {
   return found;
 }
 
-// "0-3, 8": ranks in few characters.
+/**
+ * "0-3, 8": ranks in few characters.
+ * @param {number[]} ranks
+ */
 export function rankRanges(ranks) {
   const parts = [];
   for (const rank of ranks) {

@@ -13,6 +13,7 @@ export const STATE_SIGNS = {
 };
 const LEVEL_SIGNS = { good: "✓", info: "•", warning: "▲", error: "✕" };
 
+/** @param {keyof typeof LEVEL_SIGNS} level */
 export function levelMark(level) {
   return make("span", { class: "level-mark", "aria-hidden": "true" }, LEVEL_SIGNS[level] ?? "•");
 }

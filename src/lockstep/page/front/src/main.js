@@ -5,11 +5,12 @@ import { follow } from "./live.js";
 import { pageView } from "./page.js";
 import { startTheme } from "./theme.js";
 
-const data = document.getElementById("data");
-const page = JSON.parse(data.textContent);
+const data = /** @type {HTMLElement} */ (document.getElementById("data"));
+/** @type {import("./panels").Page} */
+const page = JSON.parse(data.textContent ?? "");
 startTheme();
 const view = pageView(page);
-document.getElementById("plain").replaceWith(view.element);
+document.getElementById("plain")?.replaceWith(view.element);
 view.follow();
 // The place that the address names is there only now.
 if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();

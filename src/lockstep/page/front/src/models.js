@@ -2,16 +2,31 @@
 import uPlot from "uplot";
 import { partColour } from "./parts.js";
 
-// `first` is the first column that was measured. `curves` have a name, a style and the columns of `columns` that are theirs; `told` are these columns with all values,
-// also those that cannot be drawn, and `own` those of each curve.
+/** @typedef {number | null | undefined} Value undefined: this curve has no such x */
+/** @typedef {{ name: string, style: string, colour: number, at: number, low: number | null, high: number | null }} Drawn */
+
+/**
+ * `first` is the first column that was measured. `curves` have a name, a style and the columns of `columns` that are
+ * theirs; `told` are these columns with all values, also those that cannot be drawn, and `own` those of each curve.
+ * @typedef {{
+ *   columns: any, curves: Drawn[], told: Value[][], own: Value[][], total?: number[], lost: number, first: number,
+ * }} Model
+ */
+
+/**
+ * @param {import("./panels").Lines} panel
+ * @param {{ start: number, isLog: boolean }} options
+ * @returns {Model}
+ */
 export function linesModel(panel, { start, isLog }) {
   const tables = panel.curves.map((curve) => [
     panel.x === "time" ? curve.x.map((x) => x - start) : curve.x,
     ...[curve.y, curve.low, curve.high]
-      .filter((values) => values)
+      .filter((values) => values !== null)
       .map((values) => (isLog ? values.map(abovezero) : values)),
   ]);
-  const columns = tables.length > 0 ? uPlot.join(tables) : [[]];
+  /** @type {any} */
+  const columns = tables.length > 0 ? uPlot.join(/** @type {any} */ (tables)) : [[]];
   let next = 1;
   const curves = panel.curves.map((curve, number) => {
     const at = next;
@@ -26,12 +41,18 @@ export function linesModel(panel, { start, isLog }) {
   return { columns, curves, told, own: curves.map((curve) => told[curve.at]), lost, first: 0 };
 }
 
+/** @param {number | null} value */
 function abovezero(value) {
   return value !== null && value > 0 ? value : null;
 }
 
-// Columns on top of one another, without those that are hidden. The last part is the uppermost and drawn first. A column
-// goes from the x before to its own one: one more x before all others, `first` of them, is where the first column begins.
+/**
+ * Columns on top of one another, without those that are hidden. The last part is the uppermost and drawn first. A column
+ * goes from the x before to its own one: one more x before all others, `first` of them, is where the first column begins.
+ * @param {import("./panels").Stack} panel
+ * @param {{ start: number, hidden: Set<string> }} options
+ * @returns {Model}
+ */
 export function stackModel(panel, { start, hidden }) {
   const begin = panel.begin ?? panel.at[0] - (panel.at.length > 1 ? panel.at[1] - panel.at[0] : 1);
   const xs = [begin, ...panel.at].map((x) => (panel.x === "time" ? x - start : x));
@@ -56,14 +77,20 @@ export function stackModel(panel, { start, hidden }) {
   return { columns, curves, told: columns, own, total: sums, lost: 0, first: 1 };
 }
 
-// The values that get a dot: all where they are few, else those with nothing beside them, through which no line goes.
+/**
+ * The values that get a dot: all where they are few, else those with nothing beside them, through which no line goes.
+ * @param {Value[]} values
+ * @param {number} few
+ */
 export function dotted(values, few) {
   const known = values.flatMap((value, at) => (value === null || value === undefined ? [] : [at]));
   return known.length <= few ? known : lonely(values);
 }
 
+/** @param {Value[]} values */
 function lonely(values) {
   const found = [];
+  /** @type {Value} */
   let before = null;
   for (let at = 0; at < values.length; at++) {
     if (values[at] === undefined) continue;
@@ -77,7 +104,12 @@ function lonely(values) {
   return found;
 }
 
-// The column of a stack that an x is in: the first one that ends there or later.
+/**
+ * The column of a stack that an x is in: the first one that ends there or later.
+ * @param {number[]} xs
+ * @param {number} x
+ * @param {number} least
+ */
 export function columnAt(xs, x, least) {
   let [low, high] = [least, xs.length - 1];
   while (low < high) {
@@ -88,7 +120,12 @@ export function columnAt(xs, x, least) {
   return low;
 }
 
-// The column nearest to `at` where a curve has a value, within the curve's own ends.
+/**
+ * The column nearest to `at` where a curve has a value, within the curve's own ends.
+ * @param {Value[]} values
+ * @param {number} at
+ * @param {number[]} xs
+ */
 export function nearest(values, at, xs) {
   if (values[at] !== undefined) return at;
   let [left, right] = [at, at];
@@ -98,11 +135,13 @@ export function nearest(values, at, xs) {
   return xs[at] - xs[left] <= xs[right] - xs[at] ? left : right;
 }
 
+/** @param {Value[]} values */
 export function lastOf(values) {
   for (let at = values.length - 1; at >= 0; at--) if (values[at] !== null && values[at] !== undefined) return at;
   return null;
 }
 
+/** @param {Value[]} values */
 export function ends(values) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {

@@ -144,7 +144,7 @@ export function pageView(first) {
       if (at !== now) return link.removeAttribute("aria-current");
       link.setAttribute("aria-current", "true");
       const list = nav.firstElementChild;
-      list.scrollLeft = link.offsetLeft - list.clientWidth / 2 + link.offsetWidth / 2;
+      if (list) list.scrollLeft = link.offsetLeft - list.clientWidth / 2 + link.offsetWidth / 2;
     });
   }
   let isAsked = false;

@@ -96,7 +96,7 @@ export function panelView(first, context) {
     const hadFocus = values.contains(document.activeElement);
     asTable = isShown ? table(view.table(), `${panel.title}: values`) : null;
     values.replaceChildren(...(asTable ? [asTable] : []));
-    if (hadFocus) asTable?.firstElementChild.focus({ preventScroll: true });
+    if (hadFocus) /** @type {HTMLElement | null} */ (asTable?.firstElementChild ?? null)?.focus({ preventScroll: true });
   }
 
   function unmount() {

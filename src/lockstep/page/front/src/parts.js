@@ -1,5 +1,6 @@
 // The colour of what time goes to, by its name: the same in every stack and bar, whatever else is shown there.
 // What is lost is hatched too, and may have the colour of something useful.
+/** @type {Record<string, number>} */
 const PARTS = {
   compute: 0,
   optimizer: 2,
@@ -19,6 +20,10 @@ const PARTS = {
   other: 5,
 };
 
+/**
+ * @param {string} name
+ * @param {number} otherwise
+ */
 export function partColour(name, otherwise) {
   return PARTS[name] ?? otherwise;
 }

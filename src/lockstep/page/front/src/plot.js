@@ -14,8 +14,20 @@ const NEAR = 8;
 const FEW = 16;
 const MANY_MARKS = 8;
 
-// `options`: x (kind), unit, most, fromZero, isLog, isStacked, marks, start, label (for those who hear it), group (whose cursors
-// go together) and what to call: onPlace({at, mark} or null), onZoom(isZoomed).
+/**
+ * `label` is for those who hear it, the cursors of a `group` go together.
+ * @typedef {{
+ *   x: import("./panels").Lines["x"], unit: import("./format.js").Unit, most: number | null, fromZero: boolean,
+ *   isLog: boolean, isStacked: boolean, marks: import("./panels").Mark[], start: number, label: string, group: string,
+ *   onPlace: (place: { at: number, mark: string | null } | null) => void, onZoom: (isZoomed: boolean) => void,
+ * }} Options
+ */
+
+/**
+ * @param {import("./models.js").Model} model
+ * @param {Set<string>} hidden
+ * @param {Options} options
+ */
 export function plot(model, hidden, options) {
   const holder = make("div", { class: "plot", role: "img", tabindex: "0", "aria-label": options.label });
   let state = { model, options, zoom: null };
@@ -150,13 +162,19 @@ function room(holder) {
   return { width, height: width < 480 ? 230 : width < 900 ? 280 : 320 };
 }
 
+/**
+ * @param {{ model: import("./models.js").Model, options: Options }} state
+ * @param {Set<string>} hidden
+ * @param {{ zoomTo: (range: { min: number, max: number } | null) => void, report: () => void }} tell
+ * @returns {any} uPlot's options
+ */
 function settings({ model, options }, hidden, { zoomTo, report }) {
   const xs = model.columns[0];
   const series = [{}];
   model.curves.forEach((curve) => {
     const shown = { show: !hidden.has(curve.name), scale: "y" };
     series[curve.at] = { ...shown, ...look(curve) };
-    if (curve.low === null) return;
+    if (curve.low === null || curve.high === null) return;
     series[curve.low] = { ...shown, stroke: "#0000", width: 0, points: { show: false } };
     series[curve.high] = { ...shown, stroke: "#0000", width: 0, points: { show: false } };
   });
@@ -183,10 +201,10 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
       drag: { x: true, y: false, setScale: false, dist: 6 },
       bind: { dblclick: () => () => zoomTo(null) },
       dataIdx: (chart, number, at, x) => {
-        const xs = chart.data[0];
-        if (!options.isStacked) return number === 0 ? at : nearest(chart.data[number], at, xs);
+        const shown = chart.data[0];
+        if (!options.isStacked) return number === 0 ? at : nearest(chart.data[number], at, shown);
         const pixel = chart.posToVal(1, "x") - chart.posToVal(0, "x");
-        return columnAt(xs, x - pixel, model.first);
+        return columnAt(shown, x - pixel, model.first);
       },
       points: {
         size: 9,
@@ -220,6 +238,12 @@ function settings({ model, options }, hidden, { zoomTo, report }) {
 }
 
 // Of one place alone uPlot makes an axis from 0 to twice that.
+/**
+ * @param {any} chart
+ * @param {number} low
+ * @param {number} high
+ * @returns {[number, number]}
+ */
 function onlyOne(chart, low, high) {
   const xs = chart.data?.[0];
   return xs?.length === 1 ? [xs[0], xs[0]] : [low, high];
@@ -244,7 +268,7 @@ function look(curve) {
       stroke,
       width: 1,
       fill: () => mix(colour(curve.colour), ink("card"), 0.35),
-      paths: uPlot.paths.stepped({ align: -1 }),
+      paths: uPlot.paths.stepped?.({ align: -1 }),
       points: { show: false },
     };
   if (curve.style === "points")

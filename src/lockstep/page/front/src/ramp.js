@@ -15,15 +15,21 @@ const PARTS = STOPS.map((stop) => [1, 3, 5].map((at) => parseInt(stop.slice(at, 
 
 const ALIKE = 0.005;
 
-// A share from 0 to 1 as [red, green, blue].
+/**
+ * A share from 0 to 1 as [red, green, blue].
+ * @param {number} share
+ */
 export function ramp(share) {
   const place = Math.max(0, Math.min(1, share)) * (PARTS.length - 1);
   const low = Math.min(Math.floor(place), PARTS.length - 2);
   return PARTS[low].map((part, at) => Math.round(part + (PARTS[low + 1][at] - part) * (place - low)));
 }
 
-// The ends of the colours. A few values far above all others (a first step that compiles) would leave one colour for
-// the rest: then the colours end below them, and `isCut` says so. Where all are alike (`isFlat`), all have the middle.
+/**
+ * The ends of the colours. A few values far above all others (a first step that compiles) would leave one colour for
+ * the rest: then the colours end below them, and `isCut` says so. Where all are alike (`isFlat`), all have the middle.
+ * @param {(number | null)[][]} values
+ */
 export function rampEnds(values) {
   const known = values
     .flat()

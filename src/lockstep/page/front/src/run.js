@@ -133,7 +133,7 @@ function headlineParts(headline, level) {
     headline.subtitle ? make("p", { class: "subtitle" }, headline.subtitle) : null,
     headline.verdict ? make("p", { class: `verdict state-${headline.state}` }, headline.verdict) : null,
     facts.length > 0 ? make("dl", { class: "facts" }, facts) : null,
-  ].filter(Boolean);
+  ].filter((node) => node !== null);
 }
 
 function adviceParts(run, prefix) {

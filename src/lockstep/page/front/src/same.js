@@ -1,4 +1,9 @@
-// Whether two pieces of JSON say the same.
+/**
+ * Whether two pieces of JSON say the same.
+ * @param {any} a
+ * @param {any} b
+ * @returns {boolean}
+ */
 export function same(a, b) {
   if (a === b) return true;
   if (typeof a !== "object" || typeof b !== "object" || a === null || b === null) return false;

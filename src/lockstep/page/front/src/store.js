@@ -1,5 +1,6 @@
 // What a person has chosen, kept for the next page. A browser may forbid that: then it is forgotten.
 
+/** @param {string} name */
 export function remembered(name) {
   try {
     return localStorage.getItem(`lockstep-${name}`);
@@ -8,6 +9,10 @@ export function remembered(name) {
   }
 }
 
+/**
+ * @param {string} name
+ * @param {string} value
+ */
 export function remember(name, value) {
   try {
     localStorage.setItem(`lockstep-${name}`, value);

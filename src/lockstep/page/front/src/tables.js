@@ -7,7 +7,15 @@ const FIRST = 100;
 const LONG = 32;
 const WHOLE = "whole";
 
-// `data`: columns, right (which are numbers), count, and row(number) -> texts.
+/**
+ * `right` says which columns are numbers.
+ * @typedef {{ columns: string[], right: boolean[], count: number, row: (number: number) => (string | Node)[] }} Rows
+ */
+
+/**
+ * @param {Rows} data
+ * @param {string} name
+ */
 export function table(data, name) {
   const body = make("tbody");
   const add = (from, to) => {
@@ -56,6 +64,10 @@ export function showWholeTables() {
 }
 
 // Long texts break anywhere, so that all columns fit; a short one never does.
+/**
+ * @param {string | Node} text
+ * @param {boolean | undefined} isRight
+ */
 function kindOf(text, isRight) {
   if (isRight) return "right";
   return typeof text === "string" && text.length > LONG ? "long" : null;

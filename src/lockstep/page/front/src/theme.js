@@ -18,6 +18,7 @@ const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [], [7, 3], [2, 3], [9, 3, 2, 
 
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
+/** @type {Set<() => void>} */
 const listeners = new Set();
 let chosen = remembered("theme");
 let isPrinting = onPaper.matches;
@@ -30,12 +31,14 @@ export function isOnPaper() {
   return isPrinting;
 }
 
+/** @param {boolean} dark */
 export function choose(dark) {
   chosen = dark ? "dark" : "light";
   remember("theme", chosen);
   show();
 }
 
+/** @param {() => void} listener */
 export function onTheme(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -49,6 +52,7 @@ export function startTheme() {
   show();
 }
 
+/** @param {boolean} value */
 function setPrinting(value) {
   if (isPrinting === value) return;
   isPrinting = value;
@@ -60,22 +64,34 @@ function show() {
   for (const listener of listeners) listener();
 }
 
+/** @param {number} number */
 export function colour(number) {
   const palette = isDark() ? DARK : LIGHT;
   return palette[number % palette.length];
 }
 
-// The tenth line has the first one's colour, and another dash.
+/**
+ * The tenth line has the first one's colour, and another dash.
+ * @param {number} number
+ */
 export function dash(number) {
   return DASHES[(number + Math.floor(number / LIGHT.length)) % DASHES.length];
 }
 
-// The value of a colour of the style sheet.
+/**
+ * The value of a colour of the style sheet.
+ * @param {string} name
+ */
 export function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// An opaque colour between two, both as #rrggbb.
+/**
+ * An opaque colour between two, both as #rrggbb.
+ * @param {string} from
+ * @param {string} to
+ * @param {number} share
+ */
 export function mix(from, to, share) {
   const parts = [1, 3, 5].map((at) => {
     const [a, b] = [from, to].map((text) => parseInt(text.slice(at, at + 2), 16));
@@ -86,6 +102,10 @@ export function mix(from, to, share) {
   return `#${parts.join("")}`;
 }
 
+/**
+ * @param {string} hex
+ * @param {number} alpha
+ */
 export function seeThrough(hex, alpha) {
   return (
     hex +

@@ -12,10 +12,23 @@ import { isOnPaper, onTheme } from "../theme.js";
 const SPOKEN = 6;
 const LISTED_MARKS = 4;
 
+/** @typedef {{ start: () => number, group: string, announce: (text: string) => void }} Context what a panel knows of its run */
+/** @typedef {{ tools: HTMLElement }} Frame */
+
+/**
+ * @param {import("../panels").Lines} panel
+ * @param {Context} context
+ * @param {Frame} frame
+ */
 export function linesPanel(panel, context, frame) {
   return curvesPanel(panel, context, frame, false);
 }
 
+/**
+ * @param {import("../panels").Stack} panel
+ * @param {Context} context
+ * @param {Frame} frame
+ */
 export function stackPanel(panel, context, frame) {
   return curvesPanel(panel, context, frame, true);
 }
@@ -125,7 +138,7 @@ function curvesPanel(first, context, frame, isStacked) {
     const end = Math.max(...model.own.map((values) => lastOf(values) ?? -1));
     const total =
       isStacked && (place ? place.at : end) >= 0
-        ? `together ${amount(model.total[place ? place.at : end], panel.unit)}`
+        ? `together ${amount(model.total?.[place ? place.at : end], panel.unit)}`
         : "";
     const isOne = xs.length === model.first + 1;
     const where = place || isOne ? placeText(panel.x, xs[place?.at ?? model.first], context.start()) : "last values";
@@ -183,7 +196,7 @@ function inWords(panel, model, start) {
     const values = model.own[number];
     const range = ends(values);
     if (!range) return `${curve.name}: no values`;
-    const last = lastOf(values);
+    const last = lastOf(values) ?? 0;
     return `${curve.name}: from ${amount(range[0], panel.unit)} to ${amount(range[1], panel.unit)}, last ${amount(values[last], panel.unit)} at ${placeText(panel.x, xs[last], start)}`;
   });
   const more = model.curves.length - curves.length;

@@ -9,6 +9,10 @@ import { ink, isOnPaper } from "../theme.js";
 const FONT = "13px system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif";
 const AXIS = 26;
 
+/**
+ * @param {import("../panels").Heat} first
+ * @param {import("./curves.js").Context} context
+ */
 export function heatPanel(first, context) {
   let panel = first;
   let chosen = 0;
@@ -39,7 +43,7 @@ export function heatPanel(first, context) {
     const rows = panel.rows.length;
     const canvas = make("canvas");
     const pixels = devicePixelRatio;
-    const pen = canvas.getContext("2d");
+    const pen = penOf(canvas);
     pen.font = FONT;
     const margin = Math.ceil(
       Math.min(width * 0.38, Math.max(...panel.rows.map((name) => pen.measureText(name).width)) + 12),
@@ -93,11 +97,8 @@ export function heatPanel(first, context) {
   function outline(pen) {
     const wide = frame.width / panel.at.length;
     pen.lineWidth = 2;
-    for (const [colour, inset] of [
-      ["#000000", 0],
-      ["#ffffff", 2],
-    ]) {
-      pen.strokeStyle = colour;
+    for (const inset of [0, 2]) {
+      pen.strokeStyle = inset === 0 ? "#000000" : "#ffffff";
       pen.strokeRect(
         frame.left + cursor.column * wide - 1 + inset,
         frame.top + cursor.row * frame.tall - 1 + inset,
@@ -118,7 +119,7 @@ export function heatPanel(first, context) {
           () => {
             chosen = number;
             show();
-            layers.children[number].focus();
+            /** @type {HTMLElement} */ (layers.children[number]).focus();
           },
           { class: "small" },
         );
@@ -182,12 +183,22 @@ export function heatPanel(first, context) {
   };
 }
 
+/**
+ * @param {HTMLCanvasElement} canvas
+ * @returns {CanvasRenderingContext2D}
+ */
+function penOf(canvas) {
+  const pen = canvas.getContext("2d");
+  if (!pen) throw new Error("this browser has no canvas");
+  return pen;
+}
+
 // One pixel for every cell; where cells are narrower than a pixel, it shows the highest of them.
 function cells(values, ends, room) {
   const columns = Math.max(...values.map((row) => row.length), 1);
   const width = Math.min(columns, Math.max(1, room));
   const canvas = make("canvas", { width, height: values.length });
-  const pen = canvas.getContext("2d");
+  const pen = penOf(canvas);
   const image = pen.createImageData(width, values.length);
   values.forEach((row, y) => {
     for (let x = 0; x < width; x++) {
@@ -205,6 +216,10 @@ function cells(values, ends, room) {
 }
 
 // Where there is no value the hatching shows.
+/**
+ * @param {CanvasRenderingContext2D} pen
+ * @param {{ left: number, top: number, width: number, height: number, tall: number }} frame
+ */
 function hatch(pen, { left, top, width, height }) {
   pen.save();
   pen.imageSmoothingEnabled = false;

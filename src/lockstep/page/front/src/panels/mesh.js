@@ -8,6 +8,10 @@ const EDGE = 8;
 const MOST_HOSTS = 12;
 const MOST_LINES = 8;
 
+/**
+ * @param {import("../panels").Mesh} first
+ * @param {import("./curves.js").Context} context
+ */
 export function meshPanel(first, context) {
   let panel = first;
   let axis = null;
@@ -47,7 +51,7 @@ export function meshPanel(first, context) {
     const tints = names.map((_, at) => [mix(colour(at), ink("card"), 0.78), colour(at)]);
     for (let rank = 0; rank < ranks; rank++) {
       const [x, y] = grid.places[rank].map((place) => place + EDGE);
-      const [fill, stroke] = tints[number.get(panel.hosts[rank])] ?? [ink("card"), ink("quiet")];
+      const [fill, stroke] = tints[number.get(panel.hosts[rank]) ?? -1] ?? [ink("card"), ink("quiet")];
       svg.append(
         shape("rect", {
           x,
@@ -176,7 +180,7 @@ export function meshPanel(first, context) {
   function showAxes() {
     axes.replaceChildren(
       ...panel.axes.map((one, number) => {
-        const choice = axes.children[number] ?? button("", () => pick(number), { class: "small" });
+        const choice = /** @type {HTMLButtonElement} */ (axes.children[number]) ?? button("", () => pick(number), { class: "small" });
         setText(choice, `${one.name} = ${one.size}`);
         choice.disabled = one.size < 2;
         setDown(choice, axis === number);

@@ -10,6 +10,7 @@ import { table } from "../tables.js";
 const GOOD = [2, 0, 5, 6, 8];
 const LOST = [1, 3, 4, 7, 0, 5];
 
+/** @param {import("../panels").Table} first */
 export function tablePanel(first) {
   const element = make("div");
   const update = (panel) =>
@@ -23,6 +24,7 @@ export function tablePanel(first) {
   return { element, update };
 }
 
+/** @param {import("../panels").Text} first */
 export function textPanel(first) {
   const element = make("pre", { class: "text", tabindex: "0", role: "region", "aria-label": `${first.title}: text` });
   const update = (panel) => {
@@ -40,6 +42,7 @@ function tomlLine(line) {
   return make("span", { class: /^\s*#/.test(line) ? "toml-note" : null }, ...parts, "\n");
 }
 
+/** @param {import("../panels").Shares} first */
 export function sharesPanel(first) {
   const bar = make("div", { class: "shares-bar", role: "img" });
   const list = make("ul", { class: "shares-list" });

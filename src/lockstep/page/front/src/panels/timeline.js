@@ -12,8 +12,13 @@ const FEW_BARS = 8;
 const AROUND = 14;
 const AXIS = 28;
 const MOST_BARS = 24;
+/** @type {import("../panels").Moment["level"][]} */
 const LEVELS = ["error", "warning", "good", "info"];
 
+/**
+ * @param {import("../panels").Timeline} first
+ * @param {import("./curves.js").Context} context
+ */
 export function timelinePanel(first, context) {
   let panel = first;
   const off = new Set();
@@ -39,7 +44,7 @@ export function timelinePanel(first, context) {
     const row = tall + AROUND;
     const height = spans.length * row + AXIS;
     const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-    const step = TIME_STEPS.find((one) => ((end - begin) / one) * 110 <= width - left) ?? TIME_STEPS.at(-1);
+    const step = TIME_STEPS.find((one) => ((end - begin) / one) * 110 <= width - left) ?? TIME_STEPS[TIME_STEPS.length - 1];
     const splits = timeSplits(begin - context.start(), end - context.start(), step, context.start());
     timeTexts(splits, step, context.start()).forEach((text, number) => {
       const x = at(splits[number] + context.start());
@@ -72,7 +77,7 @@ export function timelinePanel(first, context) {
       wide > 90 && tall >= BAR
         ? shape("text", { class: `bar-text state-${span.state}`, x: x + 8, y: y + 20 }, span.state)
         : null,
-    ].filter(Boolean);
+    ].filter((node) => node !== null);
   }
 
   function tick(moment, x, y, tall) {

@@ -13,6 +13,10 @@ const LEFT = 84;
 const BUSY = 62;
 const LEAST_WIDTH = 560;
 
+/**
+ * @param {import("../panels").Timetable} first
+ * @param {import("./curves.js").Context} context
+ */
 export function timetablePanel(first, context) {
   let panel = first;
   let current = null;
@@ -73,7 +77,7 @@ export function timetablePanel(first, context) {
             text,
           )
         : null,
-    ].filter(Boolean);
+    ].filter((node) => node !== null);
   }
 
   function outline() {
@@ -173,7 +177,7 @@ export function timetablePanel(first, context) {
         count: rows.length,
         row: (number) =>
           rows[number].map((value, at) =>
-            at > 3 ? amount(value, "s") : at === 1 ? (NAMES[value] ?? value) : String(value),
+            at > 3 ? amount(Number(value), "s") : at === 1 ? (NAMES[value] ?? value) : String(value),
           ),
       };
     },
