@@ -12,6 +12,7 @@ SLOW = (
     "tests/dist/test_probe.py",
     "tests/dist/test_ranks.py",
     "tests/dist/test_helpers.py",
+    "tests/dist/test_state.py",
     "tests/dist/test_stragglers.py",
     "tests/dist/test_page_problems.py",
     "tests/dist/test_profile.py",
