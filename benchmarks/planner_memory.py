@@ -30,7 +30,7 @@ from lockstep.links.cost import Link
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.model.parts import Shape
 from lockstep.planner.model.transformer import transformer
 
@@ -110,7 +110,9 @@ SIZES = {
 def job_of(cell: Cell, size: Size, device: str) -> Job:
     """The cell as the planner sees it."""
     layout = Layout.parse(cell.layout)
-    gpu = Gpu(device, {"fp32": 1.0, "bf16": 1.0}, 1.0, 100.0, 100.0, 1, 1.0, 1.0, "not asked", is_cpu=device == "cpu")
+    gpu = GpuKind(
+        device, {"fp32": 1.0, "bf16": 1.0}, 1.0, 100.0, 100.0, 1, 1.0, 1.0, "not asked", is_cpu=device == "cpu"
+    )
     link = Link(1e-5, 1e-9)
     return Job(
         model=transformer("gpt2", size.shape(), size.context),

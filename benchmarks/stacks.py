@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.errors import unknown
-from lockstep.planner.cost.stack import LOCKSTEP, Speeds, Stack
+from lockstep.planner.cost.stack import LOCKSTEP, Speeds, TrainingStack
 
 # Megatron-LM: 18 bytes a parameter, 6 + 12/dp with its distributed optimizer (report_theoretical_memory).
-MEGATRON = Stack(
+MEGATRON = TrainingStack(
     "megatron",
     speeds=Speeds(0.97, 0.95, 1.0, 0.15, gradient_bytes=2, overlaps=False),
     weights=2.0,
@@ -24,7 +24,7 @@ MEGATRON = Stack(
 )
 
 # FSDP2 with fp32 shards and a bf16 policy; peak reserved.
-TORCHTITAN = Stack(
+TORCHTITAN = TrainingStack(
     "torchtitan",
     speeds=Speeds(0.86, 1.05, 0.65, 0.15),
     weights=4.0,
@@ -50,7 +50,7 @@ STACKS = {
         replace(MEGATRON, name="megatron-core", speeds=Speeds(0.95, 0.63, 0.56, 0.19, best_flash=True), cut="early"),
         # DeepSpeed's ZeRO-1 has gradients in 16 bits and, of its own part, weights, moments and gradients in fp32; its
         # optimizer for bf16 accumulates all gradients in fp32. Buckets of 5e8 elements, communicators: nvidia-smi's.
-        Stack(
+        TrainingStack(
             "deepspeed-megatron",
             speeds=Speeds(0.82, 0.45, 1.0, 0.15, gradient_bytes=2, overlaps=False, regathers=True),
             weights=2.0,
@@ -66,7 +66,7 @@ STACKS = {
         TORCHTITAN,
         # Since then its loss is compiled: logits and their gradient, both in 16 bits, are all that is written down.
         replace(TORCHTITAN, name="torchtitan-2025", logits=4.0),
-        Stack(
+        TrainingStack(
             "composer",
             speeds=Speeds(0.9, 1.5, 0.95, 0.4),
             weights=4.0,
@@ -84,7 +84,7 @@ STACKS = {
             base=0.5e9,
         ),
         # bf16 weights, fp32 gradient accumulation, fp32 master; `copies` fitted to the grid of its authors.
-        Stack(
+        TrainingStack(
             "nanotron",
             speeds=Speeds(0.9, 2.5, 1.15, 0.4, step_bytes=80.0),
             weights=2.0,
@@ -101,7 +101,7 @@ STACKS = {
             band=0.12,
         ),
         # fp32 master weights and bf16 weights, moments in fp32, gradients in bf16 (train_gpt2.cu).
-        Stack(
+        TrainingStack(
             "llm.c",
             speeds=Speeds(1.05, 0.8, 1.05, 0.15, launch=5e-6, gradient_bytes=2),
             weights=2.0,
@@ -115,7 +115,7 @@ STACKS = {
 }
 
 
-def find_stack(name: str) -> Stack:
+def find_stack(name: str) -> TrainingStack:
     """By its name."""
     if name not in STACKS:
         raise unknown("stack", name, STACKS)

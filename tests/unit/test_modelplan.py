@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.follow.blocks import ModelPlan, Part, choose_cuts, find_blocks, find_parts, record_calls, seed_points
+from lockstep.follow.blocks import (
+    ModelPlan,
+    PipelinePart,
+    choose_cuts,
+    find_blocks,
+    find_parts,
+    record_calls,
+    seed_points,
+)
 
 
 class Layer(nn.Module):
@@ -218,11 +226,11 @@ def test_recording_leaves_no_hooks_behind() -> None:
 # ---- Cuts
 
 
-def part(number: int, work: float = 1.0, parameters: int = 1) -> Part:
-    return Part(f"layers.{number}", "Layer", False, parameters, work)
+def part(number: int, work: float = 1.0, parameters: int = 1) -> PipelinePart:
+    return PipelinePart(f"layers.{number}", "Layer", False, parameters, work)
 
 
-def stage_work(parts: list[Part], cuts: list[int]) -> list[float]:
+def stage_work(parts: list[PipelinePart], cuts: list[int]) -> list[float]:
     return [sum(one.work for one in parts[a:b]) for a, b in itertools.pairwise(cuts)]
 
 

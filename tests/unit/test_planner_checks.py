@@ -13,7 +13,7 @@ from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.machine.find_machine import find_machine
 from lockstep.planner.model.find_model import find_model
-from lockstep.planner.model.parts import Matmul, Model, Part
+from lockstep.planner.model.parts import Matmul, Model, ModelPart
 
 
 def job(model: str = "gpt2", layout: str = "dp=8", cluster: str = "H100", **more: object) -> Job:
@@ -33,11 +33,11 @@ def test_tp_has_to_divide_the_heads() -> None:
 
 def test_tp_has_to_divide_the_widths_of_a_traced_model_too_and_needs_something_to_cut() -> None:
     up, down = Matmul(1, 30, 90, "columns"), Matmul(1, 90, 30, "inner")
-    parts = (Part("block", 4, 5400, 5400, (up, down)), Part("out", 1, 100, 0, (Matmul(1, 30, 7),)))
+    parts = (ModelPart("block", 4, 5400, 5400, (up, down)), ModelPart("out", 1, 100, 0, (Matmul(1, 30, 7),)))
     traced = Model("mine.py:build", parts, sequence=1)
     with pytest.raises(UserError, match=r"tp=4 does not divide the 90 rows of a matrix of mine.py:build: use tp=2, "):
         check_job(replace(job(layout="dp=2,tp=4"), model=traced))
-    whole = Model("mine.py:build", (Part("conv", 4, 10, 0, (Matmul(1, 3, 3),)),), sequence=1)
+    whole = Model("mine.py:build", (ModelPart("conv", 4, 10, 0, (Matmul(1, 3, 3),)),), sequence=1)
     with pytest.raises(UserError, match=r"nothing that tp=2 could cut was found in mine.py:build: use dp"):
         check_job(replace(job(layout="dp=4,tp=2"), model=whole))
 

@@ -10,7 +10,7 @@ from lockstep.layout import Layout
 from lockstep.links.cost import Link
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.model.find_model import find_model
 from lockstep.planner.show.terms import course_text, explain_text, gpt2_rows, model_rows, zero_rows
 
@@ -42,7 +42,7 @@ def test_ours_counts_what_the_course_leaves_out() -> None:
 
 
 def test_the_terms_of_a_job_add_up_to_its_sum() -> None:
-    gpu = Gpu("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
+    gpu = GpuKind("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
     machine = Machine("one node", gpu, 8, 1, Link(1e-5, 1e-11), Link(1e-5, 1e-10))
     job = Job(find_model("gpt2-xl", 1024, {"dropout": False}), machine, Layout(pp=2, fsdp=4), 64, 4)
     text = explain_text(job)

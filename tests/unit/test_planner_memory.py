@@ -19,12 +19,12 @@ from lockstep.parallel.pipeline.timetable import check, peak_in_flight, timetabl
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory, in_flight
 from lockstep.planner.cost.stages import cut_by_work, stages_of_job
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.model.parts import Shape
 from lockstep.planner.model.transformer import transformer
 from lockstep.planner.show.paste import settings
 
-GPU = Gpu("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
+GPU = GpuKind("A100-SXM-80", {"bf16": 312.0}, 0.87, 80.0, 2039.0, 108, 400.0, 50.0, "data sheet")
 GPT = Shape(layers=48, hidden=6144, heads=64, ffn=24576, vocab=51200, positions=2048, dropout=True)
 """The 22B model of Korthikanti et al. (arXiv 2205.05198), Table 3."""
 

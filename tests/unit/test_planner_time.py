@@ -28,11 +28,13 @@ from lockstep.planner.cost.step_time import (
     part_work,
     product_seconds,
 )
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.model.parts import Shape
 from lockstep.planner.model.transformer import transformer
 
-GPU = Gpu("test", {"bf16": 100.0, "fp32": 50.0, "fp8": 200.0}, 1.0, 80.0, 1000.0, 100, 400.0, 40.0, "none", flash=0.5)
+GPU = GpuKind(
+    "test", {"bf16": 100.0, "fp32": 50.0, "fp8": 200.0}, 1.0, 80.0, 1000.0, 100, 400.0, 40.0, "none", flash=0.5
+)
 MACHINE = Machine("test", GPU, 8, 8, inside=Link(1e-6, 1e-11), outside=Link(1e-5, 1e-10), congestion=0.0)
 GPT = transformer("gpt", Shape(layers=24, hidden=2048, heads=16, ffn=8192, vocab=51200, positions=2048), 2048)
 

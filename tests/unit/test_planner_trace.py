@@ -17,18 +17,18 @@ from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
 from lockstep.planner.machine.find_machine import find_machine
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.model.find_model import find_model
 from lockstep.planner.model.parts import Shape
 from lockstep.planner.model.transformer import transformer
 from lockstep.planner.trace.count import Collectives, Traced, cross_check, cross_check_text, trace_memory
-from lockstep.planner.trace.dry_run import Training
+from lockstep.planner.trace.dry_run import TracedTraining
 from lockstep.planner.trace.storages import Storages
 from lockstep.planner.trace.torch_model import Transformer
 
 HIDDEN, VOCABULARY, TOKENS, LAYERS = 1024, 2048, 64, 2
 SHAPE = Shape(LAYERS, HIDDEN, 8, 4096, VOCABULARY, gated=True, tied=False, biases=False, norm="rms")
-GPU = Gpu("some", {"bf16": 1.0, "fp32": 1.0}, 1.0, 80.0, 1000.0, 100, 100.0, 10.0, "a test", is_cpu=True)
+GPU = GpuKind("some", {"bf16": 1.0, "fp32": 1.0}, 1.0, 80.0, 1000.0, 100, 100.0, 10.0, "a test", is_cpu=True)
 BLOCK = 4 * HIDDEN**2 + 3 * 4096 * HIDDEN + 2 * HIDDEN
 ENDS = 2 * VOCABULARY * HIDDEN + HIDDEN
 
@@ -104,12 +104,12 @@ def test_recompute_keeps_less_and_accumulation_holds_whole_gradients() -> None:
 def test_any_module_can_be_traced_and_its_activations_are_what_autograd_keeps() -> None:
     width, samples = 256, 8
 
-    def build() -> Training:
+    def build() -> TracedTraining:
         def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
             return model(batch).sum(), 1
 
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh(), nn.Linear(width, width, bias=False))
-        return Training(lambda: model, loss, lambda count: torch.zeros(count, width))
+        return TracedTraining(lambda: model, loss, lambda count: torch.zeros(count, width))
 
     traced = trace_memory(replace(job("single"), micro_batch=samples), build)
     assert traced.parameters == 4 * 2 * width**2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.planner.machine.hardware import Machine
     from lockstep.planner.search.request import Request, Typed
     from lockstep.planner.search.scale import Costs
-    from lockstep.planner.trace.dry_run import Training
+    from lockstep.planner.trace.dry_run import TracedTraining
 
 
 def plan_command(
@@ -251,7 +251,7 @@ def _explain(job: Job, terminal: Terminal) -> None:
         say(terminal, f"\n{text}")
 
 
-def _traceable(request: Request, job: Job) -> Callable[[], Training] | None:
+def _traceable(request: Request, job: Job) -> Callable[[], TracedTraining] | None:
     """What builds the model that is traced, None: its numbers do; refuses what cannot be, before anything is shown."""
     from lockstep.planner.trace.count import refuse_untraceable
     from lockstep.planner.trace.subject import training_of
@@ -261,7 +261,7 @@ def _traceable(request: Request, job: Job) -> Callable[[], Training] | None:
     return build
 
 
-def _trace(job: Job, build: Callable[[], Training] | None, terminal: Terminal) -> dict[str, Any]:
+def _trace(job: Job, build: Callable[[], TracedTraining] | None, terminal: Terminal) -> dict[str, Any]:
     """The formulas beside what the real model, cut for real, would hold."""
     from dataclasses import asdict
 

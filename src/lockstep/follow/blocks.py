@@ -86,7 +86,7 @@ def seed_points(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelinePart:
     """A module that is called once in a forward, so that a stage can begin with it. `work` is measured, in seconds."""
 
     name: str
@@ -105,7 +105,7 @@ class Part:
 class ModelPlan:
     """How a model is cut into the stages of a pipeline: stage s has the parts from `cuts[s]` up to `cuts[s + 1]`."""
 
-    parts: list[Part]
+    parts: list[PipelinePart]
     cuts: list[int]
     users: dict[str, list[int]]
     """The stages that use each parameter, the first of them first."""
@@ -240,7 +240,7 @@ def all_calls(call: Call) -> Iterator[Call]:
 # ---- Where to cut
 
 
-def choose_cuts(parts: Sequence[Part], stages: int, stated: Sequence[str] | None) -> tuple[list[int], str]:
+def choose_cuts(parts: Sequence[PipelinePart], stages: int, stated: Sequence[str] | None) -> tuple[list[int], str]:
     """The first part of every stage, and the number of parts at the end; and why they are there.
 
     `stated` are the names of the modules that stages begin with, from the second stage on.
@@ -262,7 +262,7 @@ def choose_cuts(parts: Sequence[Part], stages: int, stated: Sequence[str] | None
     return [first[at] for at in chosen] + [len(parts)], "the measured work is shared out"
 
 
-def _stated_cuts(parts: Sequence[Part], stages: int, stated: Sequence[str]) -> list[int]:
+def _stated_cuts(parts: Sequence[PipelinePart], stages: int, stated: Sequence[str]) -> list[int]:
     names = [part.name for part in parts]
     if len(stated) != stages - 1:
         raise UserError(

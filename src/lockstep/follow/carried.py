@@ -18,7 +18,7 @@ MOST_ITEMS = 64
 """Lists and dicts with more are data, and not looked through."""
 
 
-class Place(NamedTuple):
+class CarriedPlace(NamedTuple):
     """Where something stands that a forward may change, in words, and how to read and to set it."""
 
     words: str
@@ -26,9 +26,9 @@ class Place(NamedTuple):
     set: Callable[[Any], None]
 
 
-def places_of(models: Sequence[nn.Module], loss: Any) -> list[Place]:
+def places_of(models: Sequence[nn.Module], loss: Any) -> list[CarriedPlace]:
     """All of them."""
-    found: list[Place] = []
+    found: list[CarriedPlace] = []
     for model in models:
         for name, module in model.named_modules():
             found += _in_dict(vars(module), list(vars(module)), f"of {name or 'the model'}")
@@ -42,9 +42,8 @@ def places_of(models: Sequence[nn.Module], loss: Any) -> list[Place]:
     if (code := getattr(function, "__code__", None)) is not None:
         found += _in_dict(function.__globals__, [name for name in code.co_names if name in function.__globals__], "")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            found += _with_items(
-                Place(f"the variable {name}", partial(getattr, cell, "cell_contents", None), partial(_fill, cell))
-            )
+            read, fill = partial(getattr, cell, "cell_contents", None), partial(setattr, cell, "cell_contents")
+            found += _with_items(CarriedPlace(f"the variable {name}", read, fill))
     return found
 
 
@@ -61,34 +60,30 @@ def holds_objects(function: Any) -> bool:
     return any(hasattr(value, "__dict__") and not isinstance(value, plain) for value in outside)
 
 
-def _fill(cell: Any, value: Any) -> None:
-    cell.cell_contents = value
-
-
-def _in_dict(namespace: dict[str, Any], names: Sequence[str], of: str) -> Iterator[Place]:
+def _in_dict(namespace: dict[str, Any], names: Sequence[str], of: str) -> Iterator[CarriedPlace]:
     for name in names:
         words = f"the attribute {name} {of}" if of else f"the variable {name}"
-        yield from _with_items(Place(words, partial(namespace.get, name), partial(namespace.__setitem__, name)))
+        yield from _with_items(CarriedPlace(words, partial(namespace.get, name), partial(namespace.__setitem__, name)))
 
 
-def _with_items(place: Place) -> Iterator[Place]:
+def _with_items(place: CarriedPlace) -> Iterator[CarriedPlace]:
     """A place, where it holds something of the kind, and the numbers in a list or dict that it holds."""
     value = place.get()
     if value is None or isinstance(value, torch.Tensor | torch.Generator | list | dict) or type(value) in (int, float):
         yield place
     if isinstance(value, dict) and len(value) <= MOST_ITEMS:
         keys = [key for key, item in value.items() if type(item) in (int, float)]
-        yield from (Place(place.words, partial(value.get, key), partial(value.__setitem__, key)) for key in keys)
+        yield from (CarriedPlace(place.words, partial(value.get, key), partial(value.__setitem__, key)) for key in keys)
     if isinstance(value, list) and len(value) <= MOST_ITEMS:
         numbers = [index for index, item in enumerate(value) if type(item) in (int, float)]
-        yield from (Place(place.words, partial(_item, value, i), partial(value.__setitem__, i)) for i in numbers)
+        yield from (CarriedPlace(place.words, partial(_item, value, i), partial(value.__setitem__, i)) for i in numbers)
 
 
 def _item(items: list[Any], index: int) -> Any:
     return items[index] if index < len(items) else None
 
 
-def noted(places: Sequence[Place]) -> list[Any]:
+def noted(places: Sequence[CarriedPlace]) -> list[Any]:
     """What stands in each now, to be compared by `differs`."""
     return [_note(place.get()) for place in places]
 
@@ -109,7 +104,7 @@ def differs(before: Any, now: Any) -> bool:
 
 
 @contextmanager
-def put_back(places: Sequence[Place]) -> Iterator[None]:
+def put_back(places: Sequence[CarriedPlace]) -> Iterator[None]:
     """Afterwards everything stands where it stood, and lists have not grown."""
     before = [(place, place.get(), _note(place.get())) for place in places]
     try:
@@ -125,7 +120,7 @@ def put_back(places: Sequence[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def watched(counters: Sequence[Place]) -> Iterator[list[str]]:
+def watched(counters: Sequence[CarriedPlace]) -> Iterator[list[str]]:
     """Inside, see which of these numbers a forward decides by; afterwards they are plain again."""
     decides: list[str] = []
     for place in counters:
@@ -142,13 +137,13 @@ def watched_number(value: float, note: Callable[[], None]) -> Any:
     """A number, and what is computed of it, that tells whether anything is decided by it: compared, or made another."""
     kind: type = type(value)
 
-    class Watched(kind):  # type: ignore[misc]
+    class WatchedNumber(kind):  # type: ignore[misc]
         pass
 
     def computes(name: str) -> Any:
         def compute(*args: Any) -> Any:
             found = getattr(kind, name)(*args)
-            return Watched(found) if type(found) is kind else found
+            return WatchedNumber(found) if type(found) is kind else found
 
         return compute
 
@@ -160,9 +155,9 @@ def watched_number(value: float, note: Callable[[], None]) -> Any:
         return decide
 
     for name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__"):
-        setattr(Watched, name, computes(name))
+        setattr(WatchedNumber, name, computes(name))
     for name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__hash__", "__bool__", "__mod__"):
-        setattr(Watched, name, decides(name))
+        setattr(WatchedNumber, name, decides(name))
     for name in ("__floordiv__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__float__", "__int__"):
-        setattr(Watched, name, decides(name))
-    return Watched(value)
+        setattr(WatchedNumber, name, decides(name))
+    return WatchedNumber(value)

@@ -15,12 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lockstep.runtime.torch_private import (
-    TorchDispatchMode,
-    current_function_mode,
-    replaced,
-    without_function_mode,
-)
+from lockstep.runtime.torch_private import TorchDispatchMode, current_function_mode, replaced, without_function_mode
 
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a function or an operation returns, from itself, its arguments and its keywords."""

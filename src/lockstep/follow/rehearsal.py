@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.follow.forward import Functions, following
 from lockstep.follow.functions import own_functions_seen
 from lockstep.follow.trees import map_tensors, tensors_of
-from lockstep.follow.unread import Look, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
+from lockstep.follow.unread import DatalessForward, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
 from lockstep.follow.values import (
     Piece,
     Rehearsal,
@@ -104,8 +104,8 @@ class RehearsalWatch(Watch):
     def __init__(self, rehearsal: Rehearsal, last: int) -> None:
         super().__init__()
         self.rehearsal = rehearsal
-        self.look = Look(ONE_STAGE)
-        self._unknown = Look(ONE_STAGE)  # of a later stage, for ever
+        self.look = DatalessForward(ONE_STAGE)
+        self._unknown = DatalessForward(ONE_STAGE)  # of a later stage, for ever
         self._last = last
         self.inside_seeded = 0
         self.seeded_at = -1
@@ -215,12 +215,16 @@ class PartWatch(Functions):
     """Sees the operations inside a part: they may use what was given to it and what they made themselves."""
 
     def __init__(
-        self, watch: RehearsalWatch | None, part: int, given: Sequence[torch.Tensor] = (), look: Look | None = None
+        self,
+        watch: RehearsalWatch | None,
+        part: int,
+        given: Sequence[torch.Tensor] = (),
+        look: DatalessForward | None = None,
     ) -> None:
         super().__init__()
         self._watch = watch
         self._part = part
-        self._look = look if look is not None else watch.look if watch is not None else Look(ONE_STAGE)
+        self._look = look if look is not None else watch.look if watch is not None else DatalessForward(ONE_STAGE)
         self._mark = (watch.serial if watch else -1, part)
         self._given = {watch.number_of(tensor) for tensor in given} if watch else set()
 
@@ -324,9 +328,9 @@ add_shape_rule(GROUPED_MATMUL, _shapes_of_grouped_mm)
 
 
 @contextmanager
-def without_data(who: str = ONE_STAGE) -> Iterator[Look]:
+def without_data(who: str = ONE_STAGE) -> Iterator[DatalessForward]:
     """Refuse, with the user's own line, what only a value can decide; `who` says who could not know it."""
-    look = Look(who)
+    look = DatalessForward(who)
     try:
         # For recurrent layers on GPUs cuDNN wants weights that lie together in memory.
         with replaced(torch.backends.cudnn, "enabled", False):

@@ -24,7 +24,7 @@ class ValueReadError(Exception):
     """Code of the user's wants to know a number that is not there."""
 
 
-class Look:
+class DatalessForward:
     """A forward without data. Once it is `over`, the numbers that were read in it are plain zeros."""
 
     def __init__(self, who: str) -> None:
@@ -38,7 +38,7 @@ class Unread(float):
     After the look it was read in, it is what it is as a float: a sum that was begun in it has not changed.
     """
 
-    look: Look
+    look: DatalessForward
     place: int | None
     """Where in a pipeline's forward it was read, None where its uses cannot be followed."""
 
@@ -97,14 +97,14 @@ for _name in ["bool", "int", "float", "trunc", "floor", "ceil", "eq", "ne", "lt"
     setattr(Unread, f"__{_name}__", _deciding(f"__{_name}__"))
 
 
-def made(look: Look, place: int | None = None, value: float = 0.0) -> Unread:
+def made(look: DatalessForward, place: int | None = None, value: float = 0.0) -> Unread:
     """A number that is not known in a look."""
     number = Unread(value)
     number.look, number.place = look, place
     return number
 
 
-def read(name: str, look: Look, place: int | None = None, converts: bool = False) -> Any:
+def read(name: str, look: DatalessForward, place: int | None = None, converts: bool = False) -> Any:
     """What an operation that reads a value returns where nobody knows it.
 
     With `converts`, code may also turn it into a plain number: whoever comes to this line at work has the real one.

@@ -22,7 +22,7 @@ from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
 from lockstep.planner.cost.step_time import estimate_time
 from lockstep.planner.machine.find_machine import HERE, find_machine
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.machine.here import newest_bench, shared_cpu
 from lockstep.planner.model.parts import Model
 from lockstep.runtime.rank_env import Place
@@ -87,7 +87,7 @@ def foretell(expected: Expected) -> dict[str, Any]:
     }
 
 
-def _source(gpu: Gpu) -> str:
+def _source(gpu: GpuKind) -> str:
     """Where the numbers of a machine are from, for people who do not know the catalogue's names for its sources."""
     if gpu.source.startswith("lockstep bench"):
         return gpu.source.split("; ")[0]

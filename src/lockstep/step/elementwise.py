@@ -53,10 +53,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_coupled(
-    optimizer: torch.optim.Optimizer,
-    make: OptimizerFactory,
-    named: Sequence[tuple[str, nn.Parameter]],
-    layout: Layout,
+    optimizer: torch.optim.Optimizer, make: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]], layout: Layout
 ) -> None:
     """Refuse an optimizer that needs whole parameters (LAMB, Muon, Adafactor), or all, where ranks have parts."""
     if isinstance(optimizer, torch.optim.SparseAdam) and layout.world_size > 1:

@@ -21,7 +21,7 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.looking import Read
 from lockstep.errors import UserError
 from lockstep.faults.invariants import parameters_of
-from lockstep.follow.carried import Place, differs, holds_objects, noted, places_of, put_back, watched
+from lockstep.follow.carried import CarriedPlace, differs, holds_objects, noted, places_of, put_back, watched
 from lockstep.follow.trees import tensors_of
 from lockstep.parallel.held import hold_value
 from lockstep.parallel.replicate.statistics import changed_by_each
@@ -530,7 +530,7 @@ def _fits(
     return bool(comm.reduce(free_bytes(engine.device) - 2 * taken * count // len(part.ids), "min") > 0)
 
 
-def _checked_again(engine: Engine, comm: Comm, whole: MicroBatch, places: Sequence[Place]) -> Tried:
+def _checked_again(engine: Engine, comm: Comm, whole: MicroBatch, places: Sequence[CarriedPlace]) -> Tried:
     """The samples' loss, which has to be the same when it is asked for again: else something is kept between calls."""
     before = noted(places)
     first = engine.try_forward(whole)

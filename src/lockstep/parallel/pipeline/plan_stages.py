@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.follow.blocks import (
     ModelPlan,
-    Part,
+    PipelinePart,
     all_calls,
     choose_cuts,
     find_blocks,
@@ -64,7 +64,7 @@ def plan_pipeline(
     work = comm.once("measure the parts of the model", lambda: measure_work(rehearsal, device))
     blocks = {name for name, _ in find_blocks(skeleton)}
     parts = [
-        Part(name, type(module).__name__, name in blocks, sum(p.numel() for p in module.parameters()), seconds)
+        PipelinePart(name, type(module).__name__, name in blocks, sum(p.numel() for p in module.parameters()), seconds)
         for (name, module), seconds in zip(found, work, strict=True)
     ]
     chosen, how = choose_cuts(parts, stages, cuts)

@@ -14,7 +14,7 @@ from lockstep.follow.forward import following
 from lockstep.follow.functions import nodes_of, own_functions_seen
 from lockstep.follow.rehearsal import without_data
 from lockstep.follow.trees import tensors_of
-from lockstep.follow.unread import Look, read, reads_nothing
+from lockstep.follow.unread import DatalessForward, read, reads_nothing
 from lockstep.follow.values import line_of, user_line
 from lockstep.parallel.tensor.cut import CannotCutError, along_of, cuts_in
 from lockstep.parallel.tensor.rules.operands import cannot
@@ -107,7 +107,7 @@ def _whole_arguments(axis: str, function: Any, args: tuple[Any, ...]) -> tuple[A
     return args
 
 
-def _read(look: Look, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read(look: DatalessForward, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that are read: at work, every rank has the whole ones, and the same."""
     if reads_nothing(name := getattr(func, "__name__", ""), args):
         return read(name, look, converts=True)

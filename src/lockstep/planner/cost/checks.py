@@ -16,19 +16,19 @@ from lockstep.layout import Layout
 from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD, check, check_micro_batches
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
-from lockstep.planner.machine.hardware import Gpu, Machine
-from lockstep.planner.model.parts import Model, Part
+from lockstep.planner.machine.hardware import GpuKind, Machine
+from lockstep.planner.model.parts import Model, ModelPart
 from lockstep.text.units import bytes_text
 
 Verdict = Literal["fits", "too close to say", "does not fit"]
 
 
-def capacity(gpu: Gpu) -> float:
+def capacity(gpu: GpuKind) -> float:
     """The bytes that a training can have of a GPU."""
     return gpu.memory_gb * 1e9 * gpu.usable
 
 
-def verdict(memory: Memory, gpu: Gpu) -> Verdict:
+def verdict(memory: Memory, gpu: GpuKind) -> Verdict:
     """Whether it fits, with the error of the estimate on the side of caution."""
     if memory.total * (1 + memory.band) <= capacity(gpu):
         return "fits"
@@ -81,7 +81,7 @@ def _cut_sizes(model: Model) -> list[tuple[int, str]]:
     return found
 
 
-def _is_inside(part: Part, model: Model) -> bool:
+def _is_inside(part: ModelPart, model: Model) -> bool:
     """Whether it is a block: outside of blocks what does not divide is dealt out unevenly."""
     return part.count > 1 or part is model.blocks
 

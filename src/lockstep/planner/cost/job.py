@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.config.schema import Schedule
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD
-from lockstep.planner.cost.stack import LOCKSTEP, Stack
+from lockstep.planner.cost.stack import LOCKSTEP, TrainingStack
 from lockstep.planner.machine.hardware import Machine
 from lockstep.planner.model.parts import Model
 
@@ -45,7 +45,7 @@ class Job:
     flash: bool = True
     """Attention may use a kernel that does not write its scores down."""
     compiled: bool = False
-    stack: Stack = LOCKSTEP
+    stack: TrainingStack = LOCKSTEP
     """Whose software."""
 
     @property

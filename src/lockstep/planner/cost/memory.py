@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from lockstep.config.schema import Schedule
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
-from lockstep.planner.cost.stack import Stack
+from lockstep.planner.cost.stack import TrainingStack
 from lockstep.planner.cost.stages import stages_of_job
-from lockstep.planner.model.parts import Attention, Part
+from lockstep.planner.model.parts import AttentionSize, ModelPart
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def estimate_memory(job: Job) -> tuple[Memory, ...]:
 
 
 def states(
-    stack: Stack, parameters: float, zero: int, shards: int, whole_gradients: bool = False
+    stack: TrainingStack, parameters: float, zero: int, shards: int, whole_gradients: bool = False
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state of a rank that is responsible for so many parameters."""
     sharded = zero == 3 or (zero == 2 and stack.gathers_for_zero2)
@@ -225,7 +225,7 @@ def _gathered(job: Job, rank: Rank) -> tuple[float, float]:
     return found, one_block
 
 
-def _kept(job: Job, block: Part, width: float) -> float:
+def _kept(job: Job, block: ModelPart, width: float) -> float:
     """Bytes of one sample that a block keeps from its forward to its backward."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
@@ -237,7 +237,7 @@ def _kept(job: Job, block: Part, width: float) -> float:
     return _all_kept(job, block, width)
 
 
-def _all_kept(job: Job, block: Part, width: float) -> float:
+def _all_kept(job: Job, block: ModelPart, width: float) -> float:
     stack = job.stack
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
@@ -264,7 +264,7 @@ def _all_kept(job: Job, block: Part, width: float) -> float:
     return kept
 
 
-def _whole_keys(job: Job, attention: Attention, width: float) -> float:
+def _whole_keys(job: Job, attention: AttentionSize, width: float) -> float:
     """Bytes that cp adds to a sample's part on a rank, which is counted as 1/cp of one."""
     keys = 2 * attention.kv_heads * attention.head_dim * attention.tokens
     # One product for queries, keys and values keeps the rank's own keys alive beside the gathered ones.
@@ -274,7 +274,7 @@ def _whole_keys(job: Job, attention: Attention, width: float) -> float:
     return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * width / job.layout.tp
 
 
-def _scores(job: Job, attention: Attention, width: float) -> float:
+def _scores(job: Job, attention: AttentionSize, width: float) -> float:
     """Bytes of one sample for the square of scores: softmax and, with dropout, its mask and what it leaves."""
     tp, cp = job.layout.tp, job.layout.cp
     dropped = job.model.shape is not None and job.model.shape.dropout
@@ -289,7 +289,7 @@ def _scores(job: Job, attention: Attention, width: float) -> float:
     return own * (4.0 + width + 4.0 * tp * cp)
 
 
-def _live_block(job: Job, block: Part, width: float) -> float:
+def _live_block(job: Job, block: ModelPart, width: float) -> float:
     """Bytes of one sample while a block is gone back through: its gradients, and all it keeps if it is recomputed."""
     tp = job.layout.tp
     rows = tp if job.sequence_parallel else 1
@@ -302,7 +302,7 @@ def _live_block(job: Job, block: Part, width: float) -> float:
     return live
 
 
-def _edge(job: Job, part: Part | None, width: float) -> float:
+def _edge(job: Job, part: ModelPart | None, width: float) -> float:
     """Bytes of one sample that the embedding or the head keeps."""
     if part is None:
         return 0.0

@@ -44,7 +44,7 @@ NEUTRAL = Speeds(0.9, 1.0, 1.0, 0.2)
 
 
 @dataclass(frozen=True)
-class Stack:
+class TrainingStack:
     """One software. Bytes are those of one parameter, or of one element."""
 
     name: str
@@ -119,7 +119,7 @@ class Stack:
 
 
 # What our engine does: fp32 everything, autocast, `fully_shard`, gradients reduced in the last backward.
-LOCKSTEP = Stack(
+LOCKSTEP = TrainingStack(
     "lockstep",
     speeds=Speeds(0.9, 2.1, 1.0, 0.4, launch=4.5e-5, once=3.5e-3, regathers=True, best_flash=True),
     weights=4.0,

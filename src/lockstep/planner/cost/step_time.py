@@ -14,8 +14,8 @@ from typing import Literal
 from lockstep.planner.cost.estimate import Time
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.stages import stages_of_job
-from lockstep.planner.machine.hardware import Gpu
-from lockstep.planner.model.parts import Attention, Matmul, Part
+from lockstep.planner.machine.hardware import GpuKind
+from lockstep.planner.model.parts import AttentionSize, Matmul, ModelPart
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.62))
 """What one multiprocessor computes at a time: rows, columns, and the share of the best speed it reaches."""
@@ -46,7 +46,7 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What a rank does with one micro-batch, in seconds, without communication."""
 
     products: float = 0.0
@@ -60,16 +60,16 @@ class Work:
         """As the GPU sees it."""
         return self.products + self.attention + self.traffic + self.waiting
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: RankWork) -> RankWork:
+        return RankWork(
             self.products + other.products,
             self.attention + other.attention,
             self.traffic + other.traffic,
             self.waiting + other.waiting,
         )
 
-    def __mul__(self, count: float) -> Work:
-        return Work(self.products * count, self.attention * count, self.traffic * count, self.waiting * count)
+    def __mul__(self, count: float) -> RankWork:
+        return RankWork(self.products * count, self.attention * count, self.traffic * count, self.waiting * count)
 
 
 def estimate_time(job: Job) -> Time:
@@ -82,9 +82,9 @@ def estimate_time(job: Job) -> Time:
     one = forward.total + backward.total + tensor + context
 
     ends = {part.name: _both(part_work(job, part)) for part in model.parts if part is not block}
-    tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), Work())
+    tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), RankWork())
     count, has_head = stages_of_job(job).slowest(tail.total / one)
-    besides = tail if has_head else Work()
+    besides = tail if has_head else RankWork()
     stage = (forward + backward) * count + besides
     average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
 
@@ -126,7 +126,7 @@ def fill(rows: int, columns: int, batch: int, multiprocessors: int) -> float:
 
 
 def product_seconds(
-    rows: float, inner: float, columns: float, gpu: Gpu, speed: float, *, batch: float = 1, width: float = 2.0
+    rows: float, inner: float, columns: float, gpu: GpuKind, speed: float, *, batch: float = 1, width: float = 2.0
 ) -> float:
     """[rows, inner] x [inner, columns], so many of them at once: by flops at `speed`, or by bytes of `width` each."""
     share = inner / (inner + (DEPTH if width == 2.0 else FP32_DEPTH))
@@ -139,7 +139,7 @@ def product_seconds(
     return max(2.0 * batch * rows * inner * columns / (speed * share), moved / (gpu.memory_gb_s * 1e9))
 
 
-def part_work(job: Job, part: Part) -> tuple[Work, Work]:
+def part_work(job: Job, part: ModelPart) -> tuple[RankWork, RankWork]:
     """Forward and backward of one micro-batch through one part on one rank."""
     speeds = job.stack.speeds
     gpu, tp = job.machine.gpu, job.layout.tp
@@ -166,10 +166,10 @@ def part_work(job: Job, part: Part) -> tuple[Work, Work]:
     traffic = moved * speeds.traffic * fused / (gpu.memory_gb_s * 1e9)
     starting = part.kernels * fused * (CPU_LAUNCH if gpu.is_cpu else speeds.launch)
     if gpu.is_cpu:  # which computes only when it has started
-        return Work(ahead, attention, traffic, starting), Work(back, attention_back, 2 * traffic, 2 * starting)
+        return RankWork(ahead, attention, traffic, starting), RankWork(back, attention_back, 2 * traffic, 2 * starting)
     return (
-        Work(ahead, attention, traffic, max(0.0, starting - ahead - attention - traffic)),
-        Work(back, attention_back, 2 * traffic, max(0.0, 2 * starting - back - attention_back - 2 * traffic)),
+        RankWork(ahead, attention, traffic, max(0.0, starting - ahead - attention - traffic)),
+        RankWork(back, attention_back, 2 * traffic, max(0.0, 2 * starting - back - attention_back - 2 * traffic)),
     )
 
 
@@ -179,7 +179,7 @@ def _cut(matmul: Matmul, scale: float, tp: int) -> tuple[float, float, float]:
     return matmul.rows * scale, inner, columns
 
 
-def _attention(job: Job, attention: Attention, speed: float, width: float) -> tuple[float, float]:
+def _attention(job: Job, attention: AttentionSize, speed: float, width: float) -> tuple[float, float]:
     """Forward and backward of the scores and what is made of them."""
     speeds = job.stack.speeds
     gpu, cp = job.machine.gpu, job.layout.cp
@@ -200,17 +200,17 @@ def _attention(job: Job, attention: Attention, speed: float, width: float) -> tu
     return scores + mixed + passes, 2 * (scores + mixed) + 1.2 * passes
 
 
-def _both(work: tuple[Work, Work]) -> Work:
+def _both(work: tuple[RankWork, RankWork]) -> RankWork:
     return work[0] + work[1]
 
 
-def _again(job: Job, forward: Work) -> Work:
+def _again(job: Job, forward: RankWork) -> RankWork:
     """What the backward does a second time."""
     if job.recompute == "none":
-        return Work()
+        return RankWork()
     if job.recompute == "full":
         return forward
-    return forward * 0.5 if job.stack.selective == "products" else Work(attention=forward.attention)
+    return forward * 0.5 if job.stack.selective == "products" else RankWork(attention=forward.attention)
 
 
 # ---- Communication
@@ -258,7 +258,7 @@ def _tensor(job: Job) -> float:
     return sums * (ASYNC_TENSOR if job.async_tensor else 1.0)
 
 
-def _context(job: Job, forward: Work, backward: Work) -> float:
+def _context(job: Job, forward: RankWork, backward: RankWork) -> float:
     """Keys and values of a whole sequence come together on each of its ranks, and their gradients go back."""
     attention, cp = job.model.blocks.attention, job.layout.cp
     if cp == 1 or attention is None:

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.config.cluster import Cluster, Node, find_cluster, known_clusters
 from lockstep.errors import UserError, nearest, unknown
 from lockstep.links.cost import Link
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.machine.here import machine_here
 
 HERE = "here"
@@ -55,7 +55,7 @@ def find_machine(name: str, nodes: int | None = None, gpus: int | None = None) -
     return _sized(machine, nodes, count if gpus is None else gpus)
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> GpuKind:
     """The GPU of the catalogue that a name means, upper or lower case; what stands in brackets may be left out."""
     entry = _entry(name)
     if entry is None:
@@ -63,7 +63,7 @@ def find_gpu(name: str) -> Gpu:
     tables = _tables()
     found = tables["gpu"][entry]
     usable = found["usable_gib"] * 2**30 / 1e9 / found["memory_gb"] if "usable_gib" in found else 1.0
-    return Gpu(
+    return GpuKind(
         name=entry,
         tflops={kind: float(peak) for kind, peak in found["tflops"].items()},
         matmul=found.get("matmul", tables["matmul"]),
@@ -117,7 +117,7 @@ def _unknown(kind: str, name: str, others: Sequence[str] = ()) -> UserError:
     return unknown(kind, name, [*known_gpus(), *others])
 
 
-def _gpu_or_none(name: str) -> Gpu | None:
+def _gpu_or_none(name: str) -> GpuKind | None:
     return None if _entry(name) is None else find_gpu(name)
 
 
@@ -226,5 +226,5 @@ def _smaller(a: Machine, b: Machine) -> Machine:
     )
 
 
-def _speed(gpu: Gpu) -> float:
+def _speed(gpu: GpuKind) -> float:
     return gpu.matmul * gpu.tflops.get("bf16", gpu.tflops.get("fp16", 0.0))

@@ -9,7 +9,7 @@ from lockstep.links.cost import Link
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuKind:
     """One accelerator, by its data sheet and by what measurements of others reached."""
 
     name: str
@@ -41,7 +41,7 @@ class Machine:
     """So many equal nodes of equal GPUs."""
 
     name: str
-    gpu: Gpu
+    gpu: GpuKind
     gpus_per_node: int
     nodes: int
     inside: Link
@@ -74,8 +74,7 @@ class Machine:
             if nodes is None:
                 full = gpus // most * most
                 raise UserError(
-                    f"{gpus} GPUs cannot be shared out evenly over nodes of {most}",
-                    f"use {full} or {full + most} GPUs",
+                    f"{gpus} GPUs cannot be shared out evenly over nodes of {most}", f"use {full} or {full + most} GPUs"
                 )
         elif gpus % nodes or gpus // nodes > most:
             near = max(1, min(most, round(gpus / nodes))) * nodes

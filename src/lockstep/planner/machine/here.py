@@ -11,12 +11,12 @@ from lockstep.data.sets import cache_folder
 from lockstep.errors import UserError
 from lockstep.links.cost import Link, bus_factor
 from lockstep.links.measured import Bench, medians, read_bench
-from lockstep.planner.machine.hardware import Gpu, Machine
+from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.runtime.host.gpus import gpus_here
 from lockstep.runtime.host.machine import memory_here
 
 
-def machine_here(known: Callable[[str], Gpu | None], nodes: int | None = None, gpus: int | None = None) -> Machine:
+def machine_here(known: Callable[[str], GpuKind | None], nodes: int | None = None, gpus: int | None = None) -> Machine:
     """The ranks of the newest result, with what they reached; `known` gives the GPU of the catalogue with a name.
 
     Fewer GPUs than were measured are a part of them. CPU ranks share the cores and the memory of their node, so that
@@ -71,7 +71,7 @@ def newest_bench() -> Bench:
     return max(found, key=lambda bench: bench.when)
 
 
-def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
+def _gpu(bench: Bench, ranks: int, known: Callable[[str], GpuKind | None]) -> GpuKind:
     """The device of a rank: the slowest of each measured number, as ranks wait for the last."""
     speeds = bench.speeds
     measured = {kind: min(speed.matmul_tflops[kind] for speed in speeds) for kind in speeds[0].matmul_tflops}
@@ -81,7 +81,7 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
         memory, _ = memory_here(Path("/"))
         usual = known("laptop-cpu")
         assert usual is not None
-        return Gpu(
+        return GpuKind(
             name=name,
             tflops=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), measured["fp32"]),
             matmul=1.0,
@@ -104,12 +104,12 @@ def _gpu(bench: Bench, ranks: int, known: Callable[[str], Gpu | None]) -> Gpu:
             )
         peaks = {**measured, "fp16": measured["bf16"]}
         memory_gb = min(gpu.memory for gpu in gpus) / 1e9
-        return Gpu(name, peaks, 1.0, memory_gb, copy, 1, 0.0, 0.0, source)
+        return GpuKind(name, peaks, 1.0, memory_gb, copy, 1, 0.0, 0.0, source)
     share = measured["bf16"] / found.tflops["bf16"] if "bf16" in found.tflops else found.matmul
     return replace(found, matmul=min(1.0, share), memory_gb_s=copy, source=f"{source}; {found.source}")
 
 
-def shared_cpu(gpu: Gpu, share: float) -> Gpu:
+def shared_cpu(gpu: GpuKind, share: float) -> GpuKind:
     """A CPU rank that has so many times the cores and the memory: the ranks of a node share them."""
     tflops = {kind: speed * share for kind, speed in gpu.tflops.items()}
     return replace(gpu, tflops=tflops, memory_gb=gpu.memory_gb * share, memory_gb_s=gpu.memory_gb_s * share)

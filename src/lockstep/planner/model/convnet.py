@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lockstep.planner.model.parts import Matmul, Model, Part
+from lockstep.planner.model.parts import Matmul, Model, ModelPart
 
 CLASSES = 1000
 IMAGE = 224
@@ -67,7 +67,7 @@ def resnet(name: str) -> Model:
                 parts.append(part)
             channels, side = out, side // stride
     parts.append(
-        Part(
+        ModelPart(
             name="head",
             count=1,
             parameters=(channels + 1) * CLASSES,
@@ -81,7 +81,7 @@ def resnet(name: str) -> Model:
     return Model(name, tuple(parts), sequence=1)
 
 
-def _block(name: str, channels: int, width: int, out: int, side: int, stride: int, bottleneck: bool) -> Part:
+def _block(name: str, channels: int, width: int, out: int, side: int, stride: int, bottleneck: bool) -> ModelPart:
     """Two convolutions of 3 x 3, or three of 1 x 1, 3 x 3 and 1 x 1, beside a way past them."""
     before, after = side**2, (side // stride) ** 2
     if bottleneck:
@@ -101,10 +101,10 @@ def _block(name: str, channels: int, width: int, out: int, side: int, stride: in
     )
 
 
-def _part(name: str, convs: list[Conv], border: int) -> Part:
+def _part(name: str, convs: list[Conv], border: int) -> ModelPart:
     """Each convolution with its norm and a ReLU: what the norm read is kept, and what the ReLU wrote."""
     elements = sum(conv.elements for conv in convs)
-    return Part(
+    return ModelPart(
         name=name,
         count=1,
         parameters=sum(conv.parameters for conv in convs),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.follow.blocks import find_blocks
 from lockstep.follow.forward import following
-from lockstep.planner.model.parts import Attention, Matmul, MatmulCut, Model, Part
+from lockstep.planner.model.parts import AttentionSize, Matmul, MatmulCut, Model, ModelPart
 from lockstep.runtime.torch_private import storage_key, tree_leaves
 
 NO_KERNEL = ("_unsafe_view", "empty", "new_empty", "detach", "lift", "_to_copy_view", "alias")
@@ -34,7 +34,7 @@ class Seen:
     parameters: int = 0
     cut_parameters: int = 0
     matmuls: list[Matmul] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
+    attentions: list[AttentionSize] = field(default_factory=list)
     kept: float = 0.0
     cut_kept: float = 0.0
     kept_bytes: float = 0.0
@@ -47,7 +47,7 @@ class Seen:
     last_cut: MatmulCut = "whole"
 
 
-class Notes:
+class ForwardNotes:
     """Notes what a forward does under the part that is running.
 
     What runs between two blocks counts as the first of them, and what runs after the last as the part after it.
@@ -179,7 +179,7 @@ class Notes:
         tokens = round(math.sqrt(query.shape[-2] * key.shape[-2]))
         part = self.seen[self.at]
         part.has_mixed = True
-        part.attentions.append(Attention(heads, kv_heads, query.shape[-1], tokens, causal))
+        part.attentions.append(AttentionSize(heads, kv_heads, query.shape[-1], tokens, causal))
         part.kernels += 1
         return _Flash.apply(query, key, value)  # type: ignore[no-any-return]
 
@@ -195,7 +195,7 @@ class Notes:
 
 def model_from_forward(name: str, model: nn.Module, forward: Callable[[], Any], batch: int, tokens: int) -> Model:
     """The parts of a model from one forward (with its loss) of a batch on tensors without data."""
-    notes = Notes(model)
+    notes = ForwardNotes(model)
     kernels: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": notes.attention,
         "dropout": notes.dropout,
@@ -245,7 +245,7 @@ def _product(name: str, args: Sequence[Any], out: Any) -> Matmul | None:
     return None
 
 
-def _part(seen: Seen, batch: int) -> Part:
+def _part(seen: Seen, batch: int) -> ModelPart:
     """The share of one sample."""
     attention = None
     if seen.attentions:
@@ -255,7 +255,7 @@ def _part(seen: Seen, batch: int) -> Part:
             heads=sum(one.heads for one in seen.attentions),
             kv_heads=sum(one.kv_heads for one in seen.attentions),
         )
-    return Part(
+    return ModelPart(
         name=seen.name,
         count=1,
         parameters=seen.parameters,
@@ -272,9 +272,9 @@ def _part(seen: Seen, batch: int) -> Part:
     )
 
 
-def _merged(parts: list[Part]) -> tuple[Part, ...]:
+def _merged(parts: list[ModelPart]) -> tuple[ModelPart, ...]:
     """Neighbours that are alike as one part with a count."""
-    found: list[Part] = []
+    found: list[ModelPart] = []
     for part in parts:
         if found and replace(part, name="", count=0) == replace(found[-1], name="", count=0):
             found[-1] = replace(found[-1], count=found[-1].count + 1)

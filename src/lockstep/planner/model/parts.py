@@ -31,7 +31,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSize:
     """Scores of every token with the tokens before it (`causal`), or with all."""
 
     heads: int
@@ -52,7 +52,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """An embedding, one of the repeated blocks, or the head."""
 
     name: str
@@ -63,7 +63,7 @@ class Part:
     cut_parameters: int
     """Of these, how many tensor parallelism divides."""
     matmuls: tuple[Matmul, ...] = ()
-    attention: Attention | None = None
+    attention: AttentionSize | None = None
     kept: float = 0.0
     """Elements kept for the backward that tensor parallelism alone leaves whole; by sequence they are divided too."""
     cut_kept: float = 0.0
@@ -132,7 +132,7 @@ class Model:
     """What is trained, for samples of one size."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     sequence: int
     """Tokens of a sample; 1 for a model whose samples are not sequences."""
     shape: Shape | None = None
@@ -141,7 +141,7 @@ class Model:
     """What was guessed about it, for people."""
 
     @property
-    def blocks(self) -> Part:
+    def blocks(self) -> ModelPart:
         """The repeated part."""
         return max(self.parts, key=lambda part: part.count)
 
@@ -162,12 +162,12 @@ class Model:
         return sum(count * attention.flops * (0.5 if attention.causal else 1.0) for count, attention in found)
 
     @cached_property
-    def first(self) -> Part | None:
+    def first(self) -> ModelPart | None:
         """All that comes before the blocks, as one part."""
         return _together(self.parts[: self.parts.index(self.blocks)])
 
     @cached_property
-    def last(self) -> Part | None:
+    def last(self) -> ModelPart | None:
         """All that comes after them."""
         return _together(self.parts[self.parts.index(self.blocks) + 1 :])
 
@@ -197,11 +197,11 @@ class Model:
             total += head
         return total, head
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[ModelPart]:
         return iter(self.parts)
 
 
-def _together(parts: tuple[Part, ...]) -> Part | None:
+def _together(parts: tuple[ModelPart, ...]) -> ModelPart | None:
     """Parts one after the other, taken for one."""
     if not parts:
         return None
@@ -209,7 +209,7 @@ def _together(parts: tuple[Part, ...]) -> Part | None:
     def total(name: str) -> Any:
         return sum(part.count * getattr(part, name) for part in parts)
 
-    return Part(
+    return ModelPart(
         name=", ".join(part.name for part in parts),
         count=1,
         parameters=total("parameters"),

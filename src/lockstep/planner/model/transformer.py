@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.planner.model.parts import Attention, Matmul, Model, Part, Shape
+from lockstep.planner.model.parts import AttentionSize, Matmul, Model, ModelPart, Shape
 
 
 def transformer(name: str, shape: Shape, sequence: int) -> Model:
@@ -10,9 +10,9 @@ def transformer(name: str, shape: Shape, sequence: int) -> Model:
     return Model(name, (_embedding(shape, sequence), _block(shape, sequence), _head(shape, sequence)), sequence, shape)
 
 
-def _embedding(shape: Shape, tokens: int) -> Part:
+def _embedding(shape: Shape, tokens: int) -> ModelPart:
     wide = tokens * shape.hidden
-    return Part(
+    return ModelPart(
         name="embedding",
         count=1,
         parameters=(shape.vocab + shape.positions) * shape.hidden,
@@ -24,7 +24,7 @@ def _embedding(shape: Shape, tokens: int) -> Part:
     )
 
 
-def _block(shape: Shape, tokens: int) -> Part:
+def _block(shape: Shape, tokens: int) -> ModelPart:
     head_dim = shape.head_dim or shape.hidden // shape.heads
     kv_heads = shape.kv_heads or shape.heads
     query, both = shape.heads * head_dim, 2 * kv_heads * head_dim
@@ -40,13 +40,13 @@ def _block(shape: Shape, tokens: int) -> Part:
     whole = 2 * shape.hidden * (2 if shape.norm == "layer" else 1) + (2 * shape.hidden if shape.biases else 0)
     wide = tokens * shape.hidden
     rotary = 0 if shape.positions else query + both / 2
-    return Part(
+    return ModelPart(
         name="block",
         count=shape.layers,
         parameters=matrices + cut_biases + whole,
         cut_parameters=matrices + cut_biases,
         matmuls=matmuls,
-        attention=Attention(shape.heads, kv_heads, head_dim, tokens, shape.causal),
+        attention=AttentionSize(shape.heads, kv_heads, head_dim, tokens, shape.causal),
         # Both norms keep what they read, and the products what the norms wrote.
         kept=4.0 * wide,
         kept_residual=2.0 * wide,
@@ -62,9 +62,9 @@ def _block(shape: Shape, tokens: int) -> Part:
     )
 
 
-def _head(shape: Shape, tokens: int) -> Part:
+def _head(shape: Shape, tokens: int) -> ModelPart:
     norm = shape.hidden * (2 if shape.norm == "layer" else 1)
-    return Part(
+    return ModelPart(
         name="head",
         count=1,
         parameters=norm + (0 if shape.tied else shape.vocab * shape.hidden),

@@ -67,7 +67,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has come to."""
 
     fitting: list[Candidate] = field(default_factory=list)
@@ -111,14 +111,14 @@ class Found:
         return list(best.values())
 
 
-def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = False) -> Found:
+def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = False) -> SearchResult:
     """All that can be done with so many GPUs of the machine of `base`, whose layout and choices are not looked at.
 
     `quick` tries what is mostly best: dp or fsdp alone, all of it sharded, and three schedules.
     """
     if quick:
         asked = replace(asked, zero=asked.zero or 3)
-    found = Found()
+    found = SearchResult()
     for layout in _layouts(base, world_size, asked, found, quick):
         sizes = (asked.micro_batch,) if asked.micro_batch else powers(base.global_batch // layout.data_size)
         for zero, (schedule, stages) in _ways(base, layout, asked, quick):
@@ -149,7 +149,7 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
     return found
 
 
-def _try(job: Job, recompute: Recompute, sizes: list[int], counts: dict[int, int], found: Found) -> bool:
+def _try(job: Job, recompute: Recompute, sizes: list[int], counts: dict[int, int], found: SearchResult) -> bool:
     """Micro-batches from small to large; returns whether any fits.
 
     After one that does not, a larger one needs more, unless it is the only one of a step, or fewer are in flight.
@@ -194,7 +194,7 @@ def powers(most: int) -> tuple[int, ...]:
 # ---- what is tried
 
 
-def _layouts(base: Job, world_size: int, asked: Asked, found: Found, quick: bool) -> Iterator[Layout]:
+def _layouts(base: Job, world_size: int, asked: Asked, found: SearchResult, quick: bool) -> Iterator[Layout]:
     """Those that the model and the batch allow."""
     if asked.layout is not None:
         yield asked.layout

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.planner.cost.figures import Figures, figures
 from lockstep.planner.cost.job import Job
 from lockstep.planner.machine.hardware import Machine
-from lockstep.planner.search.rank_layouts import Asked, Candidate, Found, search
+from lockstep.planner.search.rank_layouts import Asked, Candidate, SearchResult, search
 from lockstep.record.events import Event
 
 GPU_HOURS_BETWEEN_FAILURES = 54 * 24 / 419 * 16384
@@ -143,7 +143,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingCurves:
     """Both curves and what failures do to them."""
 
     strong: list[Point]
@@ -166,11 +166,11 @@ def parse_sizes(text: str) -> list[int]:
     return [*doubled, high]
 
 
-def scale(base: Job, sizes: list[int], asked: Asked, costs: Costs) -> Scaling:
+def scale(base: Job, sizes: list[int], asked: Asked, costs: Costs) -> ScalingCurves:
     """Both curves. For weak scaling a GPU has as many samples as the batch of `base` gives it on the largest size."""
     strong = [(size, base.global_batch) for size in sizes]
     weak = [(size, size * max(1, round(base.global_batch / sizes[-1]))) for size in sizes]
-    return Scaling(
+    return ScalingCurves(
         strong=_curve(base, strong, asked),
         weak=_curve(base, weak, asked),
         savings={size: costs.saving(base.model.parameters, base.machine.with_gpus(size)) for size in sizes},
@@ -194,7 +194,7 @@ def _curve(base: Job, sizes: list[tuple[int, int]], asked: Asked) -> list[Point]
     return points
 
 
-def _why(searched: Found) -> str:
+def _why(searched: SearchResult) -> str:
     """Why a size has no layout."""
     if searched.least is not None:
         return f"it takes {searched.least[0] / 1e9:,.0f} GB a GPU at least"

@@ -11,7 +11,7 @@ from lockstep.planner.cost.estimate import Memory, Time, fullest_of
 from lockstep.planner.cost.figures import SHARES, figures
 from lockstep.planner.cost.job import Job
 from lockstep.planner.search.rank_layouts import Candidate
-from lockstep.planner.search.scale import Point, Scaling
+from lockstep.planner.search.scale import Point, ScalingCurves
 from lockstep.planner.show.paste import settings
 
 
@@ -88,7 +88,7 @@ def candidate_json(one: Candidate) -> dict[str, Any]:
     }
 
 
-def scaling_json(scaling: Scaling) -> dict[str, Any]:
+def scaling_json(scaling: ScalingCurves) -> dict[str, Any]:
     """Both curves, and what failures leave."""
     return {
         "strong": [_point_json(point) for point in scaling.strong],

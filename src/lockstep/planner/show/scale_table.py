@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from lockstep.planner.search.scale import GPU_WRITES_GB_S, Costs, Point, Scaling
+from lockstep.planner.search.scale import GPU_WRITES_GB_S, Costs, Point, ScalingCurves
 from lockstep.planner.show.one_layout import count_text, print_whole, schedule_text
 from lockstep.text.charts import Series, line_chart, terminal_chart
 from lockstep.text.units import percent, seconds_text
 
 
-def show_scaling(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
+def show_scaling(scaling: ScalingCurves, costs: Costs, terminal: Terminal) -> None:
     """Tables, a chart, and the checkpoints."""
     batch, last = scaling.strong[-1].global_batch, scaling.weak[-1]
     _show_curve(f"strong scaling: {batch:,} samples a step on every size", scaling.strong, terminal)
@@ -63,7 +63,7 @@ def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None
     print_whole(table, terminal)
 
 
-def curves(scaling: Scaling) -> list[Series]:
+def curves(scaling: ScalingCurves) -> list[Series]:
     """Efficiency and communication of both, in per cent."""
     found = []
     for name, points in (("strong", scaling.strong), ("weak", scaling.weak)):
@@ -75,12 +75,12 @@ def curves(scaling: Scaling) -> list[Series]:
     return found
 
 
-def draw_scaling(scaling: Scaling, title: str) -> str:
+def draw_scaling(scaling: ScalingCurves, title: str) -> str:
     """The curves as an SVG."""
     return line_chart(title, "GPUs", "per cent", curves(scaling), log_x=True, x_format=_whole)
 
 
-def _show_savings(scaling: Scaling, costs: Costs, terminal: Terminal) -> None:
+def _show_savings(scaling: ScalingCurves, costs: Costs, terminal: Terminal) -> None:
     rates = {point.gpus: point.figures.items_per_second for point in scaling.strong if point.figures}
     if not rates:
         return

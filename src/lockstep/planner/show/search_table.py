@@ -13,7 +13,7 @@ from lockstep.planner.cost.estimate import Time
 from lockstep.planner.cost.figures import figures, largest_loss
 from lockstep.planner.cost.job import Job
 from lockstep.planner.search.fitting import Way, enough_gpus
-from lockstep.planner.search.rank_layouts import Asked, Candidate, Found
+from lockstep.planner.search.rank_layouts import Asked, Candidate, SearchResult
 from lockstep.planner.show.one_layout import LOST_TO, count_text, holder, print_whole, schedule_text
 from lockstep.text.charts import Series, line_chart, terminal_chart
 from lockstep.text.units import bytes_text, percent, seconds_text
@@ -21,7 +21,7 @@ from lockstep.text.units import bytes_text, percent, seconds_text
 MOST_ROWS = 10
 
 
-def show_found(found: Found, terminal: Terminal) -> None:
+def show_found(found: SearchResult, terminal: Terminal) -> None:
     """The best of each layout, and the Pareto front."""
     best = found.best_of_kinds[:MOST_ROWS]
     has_pp = any(one.job.layout.pp > 1 for one in best)
@@ -49,7 +49,7 @@ def show_found(found: Found, terminal: Terminal) -> None:
     terminal.print(counted(found), style="dim", markup=False, soft_wrap=True)
 
 
-def counted(found: Found) -> str:
+def counted(found: SearchResult) -> str:
     """How many were looked at, and what became of them."""
     reasons = "; ".join(f"{count:,} {_reason(reason)}" for reason, count in found.refused.most_common())
     layouts = len(found.best_of_layouts)
@@ -58,7 +58,7 @@ def counted(found: Found) -> str:
     return f"{told}; {reasons}" if reasons else told
 
 
-def show_nothing(found: Found, job: Job, terminal: Terminal) -> None:
+def show_nothing(found: SearchResult, job: Job, terminal: Terminal) -> None:
     """That nothing fits, and by how much."""
     terminal.print("\nnothing fits", style="bold red")
     if found.least is not None:
@@ -84,7 +84,7 @@ def lost_to(time: Time) -> str:
     return f"{LOST_TO.get(name, name)} {percent(share)}"
 
 
-def show_front(found: Found, terminal: Terminal) -> None:
+def show_front(found: SearchResult, terminal: Terminal) -> None:
     """The Pareto front: what less memory costs."""
     front = found.front
     if len(front) < 2:
@@ -111,7 +111,7 @@ def front_points(front: Sequence[Candidate]) -> list[tuple[float, float]]:
     return [(one.memory.total, one.time.total) for one in reversed(front)]
 
 
-def draw_front(found: Found, title: str) -> str:
+def draw_front(found: SearchResult, title: str) -> str:
     """The front as an SVG."""
     series = [Series("Pareto front", front_points(found.front))]
     return line_chart(title, "memory of a GPU", "seconds of a step", series, log_x=True, x_format=bytes_text)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory, flights_of, logit_bytes, states
-from lockstep.planner.cost.stack import Stack
+from lockstep.planner.cost.stack import TrainingStack
 from lockstep.planner.cost.stages import stages_of_job
 from lockstep.planner.model.find_model import find_model
 
 GB = 1e9
 GIB = 2.0**30
 
-ZERO_PAPER = Stack("zero-paper", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, band=0.0)
+ZERO_PAPER = TrainingStack("zero-paper", weights=2.0, gradients=2.0, optimizer=12.0, gathered=2.0, summed=2.0, band=0.0)
 """ZeRO's arithmetic: weights and gradients in fp16, 12 bytes of optimizer state (arXiv 1910.02054, Figure 1)."""
 
 
@@ -180,11 +180,7 @@ def _terms(job: Job, memory: Memory, blocks: int) -> list[tuple[str, float, str]
             memory.activations,
             f"{blocks:g} blocks x {flights:g} micro-batches of {job.micro_batch} in flight: {kept}{attention}",
         ),
-        (
-            "logits",
-            memory.logits,
-            f"up to {logit_bytes(job):g} bytes a logit while the loss is gone back through",
-        ),
+        ("logits", memory.logits, f"up to {logit_bytes(job):g} bytes a logit while the loss is gone back through"),
         ("communication", memory.communication, _communication(job)),
         (
             "slack",

@@ -24,7 +24,7 @@ from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.stack import LOCKSTEP
 
 if TYPE_CHECKING:
-    from lockstep.planner.trace.dry_run import Training
+    from lockstep.planner.trace.dry_run import TracedTraining
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Difference:
 
 
 def trace_memory(
-    job: Job, build: Callable[[], Training] | None = None, numerics: NumericsConfig | None = None
+    job: Job, build: Callable[[], TracedTraining] | None = None, numerics: NumericsConfig | None = None
 ) -> Traced:
     """Cut the real model for this job and run one step of it without data; seconds, whatever the size.
 
@@ -157,7 +157,7 @@ def cross_check_text(differences: Sequence[Difference]) -> str:
     return "\n".join(lines)
 
 
-def _answer(pipe: Connection, job: Job, build: Callable[[], Training] | None, numerics: NumericsConfig) -> None:
+def _answer(pipe: Connection, job: Job, build: Callable[[], TracedTraining] | None, numerics: NumericsConfig) -> None:
     """In a process of its own: trace, and say what came of it."""
     began = time.monotonic()
     try:

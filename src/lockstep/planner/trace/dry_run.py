@@ -58,7 +58,7 @@ HEADINGS = ("parameters", "gradients", "optimizer", "activations", "communicatio
 
 
 @dataclass(frozen=True)
-class Training:
+class TracedTraining:
     """What is traced, as a script for one device has it."""
 
     build_model: Callable[[], nn.Module]
@@ -67,22 +67,22 @@ class Training:
     """A micro-batch of so many samples, as the loss function gets it."""
 
 
-def training_of_shape(shape: Shape, sequence: int) -> Training:
+def training_of_shape(shape: Shape, sequence: int) -> TracedTraining:
     """A transformer that predicts the next token."""
 
     def samples(count: int) -> Any:
         tokens = torch.zeros(count, sequence, dtype=torch.int64)
         return tokens, tokens.clone()
 
-    return Training(lambda: torch_model.Transformer(shape, sequence), torch_model.loss, samples)
+    return TracedTraining(lambda: torch_model.Transformer(shape, sequence), torch_model.loss, samples)
 
 
-def training_of_task(task: Task) -> Training:
+def training_of_task(task: Task) -> TracedTraining:
     """What a recipe trains."""
-    return Training(task.build_model, task.loss, lambda count: default_collate([task.train[0]] * count))
+    return TracedTraining(task.build_model, task.loss, lambda count: default_collate([task.train[0]] * count))
 
 
-def training_of_module(build_model: Callable[[], nn.Module], samples: Callable[[int], Any]) -> Training:
+def training_of_module(build_model: Callable[[], nn.Module], samples: Callable[[int], Any]) -> TracedTraining:
     """A module alone, given its inputs as a tuple: what it returns is summed up, as the loss is not known."""
 
     def loss(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, int]:
@@ -90,7 +90,7 @@ def training_of_module(build_model: Callable[[], nn.Module], samples: Callable[[
         floats = [one.float().sum() for one in returned if one.is_floating_point()]
         return torch.stack(floats).sum(), 1
 
-    return Training(build_model, loss, samples)
+    return TracedTraining(build_model, loss, samples)
 
 
 class AbsentWorld(Comm):
@@ -156,7 +156,7 @@ class FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(values), torch.empty_like(weight)
 
 
-def dry_run(job: Job, training: Training, numerics: NumericsConfig) -> dict[str, Any]:
+def dry_run(job: Job, training: TracedTraining, numerics: NumericsConfig) -> dict[str, Any]:
     """The fullest moment of rank 0 in a step of this job, under the names of `planner.trace.Traced`."""
     torch.set_num_threads(1)  # more would wait for ever for threads that a fork leaves behind
     warnings.filterwarnings("ignore", message="Set timeout is now only supported")

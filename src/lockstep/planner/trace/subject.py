@@ -15,10 +15,10 @@ from lockstep.planner.model.find_model import IN_PYTHON
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.planner.trace.dry_run import Training
+    from lockstep.planner.trace.dry_run import TracedTraining
 
 
-def training_of(named: str, told: dict[str, Any], sequence: int | None) -> Callable[[], Training] | None:
+def training_of(named: str, told: dict[str, Any], sequence: int | None) -> Callable[[], TracedTraining] | None:
     """What builds it, in the process that traces; None where the model is known by its numbers alone."""
     if named in RECIPES or named.endswith(".toml"):
         first = {"recipe": named} if named in RECIPES else read_toml(Path(named))
@@ -26,7 +26,7 @@ def training_of(named: str, told: dict[str, Any], sequence: int | None) -> Calla
         if config.recipe == "lm" and sequence is not None:
             config = config.model_copy(update={"model": {**config.model, "context": sequence}})
 
-        def build_recipe() -> Training:
+        def build_recipe() -> TracedTraining:
             from lockstep.planner.trace.dry_run import training_of_task
             from lockstep.recipes.task import task_of
 
@@ -39,7 +39,7 @@ def training_of(named: str, told: dict[str, Any], sequence: int | None) -> Calla
     return None
 
 
-def _training_of_function(named: str, where: str, function: str, sequence: int | None) -> Training:
+def _training_of_function(named: str, where: str, function: str, sequence: int | None) -> TracedTraining:
     import torch
 
     from lockstep.planner.model.module import find_function, given_inputs, guess_inputs

@@ -12,7 +12,7 @@ DROPPED = 0.1
 LOWEST_FREQUENCY = 1e-4  # of a rotation, in radians a token; the highest is 1
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.kv_heads or shape.heads
@@ -37,12 +37,7 @@ class Attention(nn.Module):
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout,
-            is_causal=self.causal,
-            enable_gqa=self.kv_heads != self.heads,
+            query, key, value, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.kv_heads != self.heads
         )
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, self.heads * self.head_dim))
         return out
@@ -61,11 +56,11 @@ class Mlp(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm_of(shape), norm_of(shape)
-        self.attention, self.mlp = Attention(shape), Mlp(shape)
+        self.attention, self.mlp = PlainAttention(shape), Mlp(shape)
         self.dropout = nn.Dropout(DROPPED if shape.dropout else 0.0)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
@@ -87,7 +82,7 @@ class Transformer(nn.Module):
         table = None if shape.positions else rotation_table(sequence, head_dim)
         self.register_buffer("rotation", table, persistent=False)
         self.dropout = nn.Dropout(DROPPED if shape.dropout else 0.0)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
         self.norm = norm_of(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied:
