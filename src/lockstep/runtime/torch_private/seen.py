@@ -54,7 +54,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "scheduler": lambda: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.ConstantLR(SAMPLES["optimizer"]())]
     ),
-    "node": lambda: _Same.apply(torch.zeros(1, requires_grad=True)).grad_fn,
+    "node": lambda: _applied().grad_fn,
     "operation": lambda: torch.ops.aten.add_.Tensor,
 }
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -76,7 +76,7 @@ TABLE: dict[Purpose, dict[str, tuple[str, ...]]] = {
         "reducing after a pipeline's schedule": (
             *(f"{GROUP}.post_backward(1)", f"{STATE}._root_post_backward_final_callback(1)"),
         ),
-        "the format gradients are summed in": (f"{GROUP}._init_mp_dtypes(1)", f"{STATE}._fsdp_param_group"),
+        "the format gradients are summed in": (f"{GROUP}._init_mp_dtypes(1)",),
         "whether a unit's output is a view": ("tensor._is_view(0)",),
     },
     "pipeline": {
@@ -185,9 +185,10 @@ FakeTensorMode, `_local_tensor` of a DTensor, `_is_param` by which a Parameter i
 
 WRITTEN_ON_SHARDS = {
     GROUP: ("_reduce_dtype", "fsdp_params", "unsharded_accumulated_grad"),
+    STATE: ("_fsdp_param_group",),
     PARAMETER: ("unsharded_accumulated_grad", "reduce_dtype", "sharded_param", "_unsharded_param"),
 }
-"""Attributes that `prepare_reduce_scatter` reads and writes, each of which the class's own methods have to use."""
+"""Attributes that `prepare_reduce_scatter` reads and writes, each of which the class itself has, or its own methods use."""
 
 
 class _Same(torch.autograd.Function):
@@ -200,11 +201,18 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
+@functools.cache
+def _applied() -> torch.Tensor:
+    """Kept: a node is only valid as long as what it has made."""
+    made: torch.Tensor = _Same.apply(torch.zeros(1, requires_grad=True))
+    return made
+
+
 def what_is_wrong(name: PrivateName) -> str | None:
     """Why a name cannot be used as Lockstep does; None if it can."""
     try:
         found = _resolve(name.where)
-    except (AttributeError, ImportError) as error:
+    except (AttributeError, ImportError, RuntimeError) as error:
         return f"is gone ({error})"
     if name.call is not None and (signature := _signature(found)) is not None:
         count, keywords = name.call
@@ -250,7 +258,7 @@ def _wrong_about_shards() -> Iterable[str]:
     for where, attributes in WRITTEN_ON_SHARDS.items():
         kind = _resolve(where)
         for attribute in attributes:
-            if not any(_reads(method, attribute) for method in vars(kind).values()):
+            if not hasattr(kind, attribute) and not any(_reads(method, attribute) for method in vars(kind).values()):
                 yield f"{where} has no {attribute}"
     if not _reads(_resolve(f"{GROUP}.post_backward"), "_reduce_dtype"):
         yield f"{GROUP}.post_backward does not sum in _reduce_dtype"
