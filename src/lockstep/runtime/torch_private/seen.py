@@ -45,6 +45,23 @@ class PrivateName:
         return cls(where, use, purpose, (int(count), tuple(keywords)) if call else None, reader or None)
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@functools.cache
+def _applied() -> torch.Tensor:
+    """Kept: a node is only valid as long as what it has made."""
+    made: torch.Tensor = _Same.apply(torch.zeros(1, requires_grad=True))
+    return made
+
+
 SAMPLES: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.zeros(2),
     "storage": lambda: torch.zeros(2).untyped_storage(),
@@ -188,24 +205,7 @@ WRITTEN_ON_SHARDS = {
     STATE: ("_fsdp_param_group",),
     PARAMETER: ("unsharded_accumulated_grad", "reduce_dtype", "sharded_param", "_unsharded_param"),
 }
-"""Attributes that `prepare_reduce_scatter` reads and writes, each of which the class itself has, or its own methods use."""
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-@functools.cache
-def _applied() -> torch.Tensor:
-    """Kept: a node is only valid as long as what it has made."""
-    made: torch.Tensor = _Same.apply(torch.zeros(1, requires_grad=True))
-    return made
+"""Attributes that `prepare_reduce_scatter` reads and writes, which the class has or its own methods use."""
 
 
 def what_is_wrong(name: PrivateName) -> str | None:
