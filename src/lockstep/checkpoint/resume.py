@@ -6,15 +6,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.disk.format import (
-    PipelineState,
-    Whole,
-    checkpoints_folder,
-    is_checkpoint,
-    open_or_refuse,
-    step_folder,
-    steps_on_disk,
-)
+from lockstep.checkpoint.disk import format as fmt
+from lockstep.checkpoint.disk.format import PipelineState, Whole
 from lockstep.checkpoint.disk.pick import newest_whole
 from lockstep.config.schema import PipelineConfig
 from lockstep.errors import UserError
@@ -33,9 +26,12 @@ def find_start(run_folder: Path, resume: str, warn: Callable[[int, str], None]) 
     if resume == "never":
         return None
     wanted = None if resume == "auto" else Path(resume)
-    if wanted is not None and is_of(run_folder, wanted) and not _has_gone_back(run_folder, wanted):
-        return open_or_refuse(wanted)
-    if steps_on_disk(run_folder):
+    note = fmt.checkpoints_folder(run_folder) / WENT_BACK
+    went_back = note.read_text(encoding="utf-8") if note.is_file() else ""
+    # Where the run went back to this checkpoint before, it is the same command, typed again.
+    if wanted is not None and is_of(run_folder, wanted) and wanted.name != went_back:
+        return fmt.open_or_refuse(wanted)
+    if fmt.steps_on_disk(run_folder):
         # A checkpoint of another run begins this one; from then on its own ones are newer.
         return newest_whole(run_folder, warn)
     return given_checkpoint(wanted) if wanted else None
@@ -48,13 +44,11 @@ def given_checkpoint(path: Path) -> Whole:
             f"{path} is a file and not a checkpoint",
             f"make a run of it first: lockstep ckpt import {shlex.quote(str(path))} RUN",
         )
-    return newest_whole(path) if (path / "checkpoints").is_dir() and not is_checkpoint(path) else open_or_refuse(path)
-
-
-def _has_gone_back(run_folder: Path, wanted: Path) -> bool:
-    """Whether the run went back to this checkpoint before: it is the same command, typed again."""
-    note = checkpoints_folder(run_folder) / WENT_BACK
-    return note.is_file() and note.read_text(encoding="utf-8") == wanted.name
+    return (
+        newest_whole(path)
+        if (path / "checkpoints").is_dir() and not fmt.is_checkpoint(path)
+        else fmt.open_or_refuse(path)
+    )
 
 
 def go_on_from(run_folder: Path, checkpoint: Whole, attempt: str, named: bool) -> None:
@@ -65,16 +59,16 @@ def go_on_from(run_folder: Path, checkpoint: Whole, attempt: str, named: bool) -
     if not is_of(run_folder, checkpoint.folder):
         return
     if named:
-        (checkpoints_folder(run_folder) / WENT_BACK).write_text(checkpoint.folder.name, encoding="utf-8")
-    for newer in steps_on_disk(run_folder):
+        (fmt.checkpoints_folder(run_folder) / WENT_BACK).write_text(checkpoint.folder.name, encoding="utf-8")
+    for newer in fmt.steps_on_disk(run_folder):
         if newer > checkpoint.index.step:
-            folder = step_folder(run_folder, newer)
+            folder = fmt.step_folder(run_folder, newer)
             folder.rename(folder.with_name(f".{folder.name}.set-aside-{attempt}"))
 
 
 def is_of(run_folder: Path, checkpoint: Path) -> bool:
     """Whether a checkpoint is one of this run's."""
-    return checkpoint.resolve().parent == checkpoints_folder(run_folder).resolve()
+    return checkpoint.resolve().parent == fmt.checkpoints_folder(run_folder).resolve()
 
 
 def cut_as_before(config: PipelineConfig, ranks: int, saved: PipelineState | None) -> PipelineConfig:

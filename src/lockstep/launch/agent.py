@@ -74,7 +74,7 @@ class Agent(OpenElasticAgent):
         ended = self._ended()
         failed = {code for code in ended.values() if code != 0}
         if failed:
-            self.supervisor.saw_first(self._global(worker_group, ended))
+            self.supervisor.saw_first({worker_group.workers[local].global_rank: code for local, code in ended.items()})
             self._let_the_others_end(SECONDS_TO_SAVE if failed & STOP_CODES else SECONDS_TO_END)
         result = super().monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
@@ -113,9 +113,6 @@ class Agent(OpenElasticAgent):
         """The same without asking: in a signal handler, which may have come in the middle of an answer."""
         handlers = self.processes.subprocess_handlers if self.processes is not None else {}
         return {rank for rank, one in handlers.items() if one.proc.returncode is not None}
-
-    def _global(self, worker_group: WorkerGroup, by_local_rank: dict[int, int]) -> dict[int, int]:
-        return {worker_group.workers[local].global_rank: code for local, code in by_local_rank.items()}
 
     def _let_the_others_end(self, patience: float) -> None:
         """Wait for the other workers, and end those that do not: torch gives half a minute, whatever they wait for."""

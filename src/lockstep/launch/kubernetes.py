@@ -26,8 +26,11 @@ def render(job: ClusterJob, cluster: Cluster, image: str, claim: str) -> str:
     """
     name = _name(job)
     _check(job)
+    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
+    each = f", {job.gpus} GPU{'s' * (job.gpus > 1)} each" if job.gpus else ", no GPUs"
     lines = [
-        *_heading(job),
+        f"# Training with Lockstep: {nodes}{each}. Needs the JobSet controller, 0.6 or newer: https://jobset.sigs.k8s.io",
+        "# kubectl apply -f starts it. kubectl delete -f ends it: it saves first, and applied again it goes on.",
         "apiVersion: jobset.x-k8s.io/v1alpha2",
         "kind: JobSet",
         "metadata:",
@@ -76,15 +79,6 @@ def _check(job: ClusterJob) -> None:
             f"a volume cannot be mounted at {job.run_dir.parent}, where the run {job.run_dir} would be",
             "put the run one folder deeper: --run-dir",
         )
-
-
-def _heading(job: ClusterJob) -> list[str]:
-    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
-    each = f", {job.gpus} GPU{'s' * (job.gpus > 1)} each" if job.gpus else ", no GPUs"
-    return [
-        f"# Training with Lockstep: {nodes}{each}. Needs the JobSet controller, 0.6 or newer: https://jobset.sigs.k8s.io",
-        "# kubectl apply -f starts it. kubectl delete -f ends it: it saves first, and applied again it goes on.",
-    ]
 
 
 def _network(job: ClusterJob, name: str) -> list[str]:

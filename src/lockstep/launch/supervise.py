@@ -274,7 +274,9 @@ class Supervisor:
         together = failure.together and self._world > 1
         if together:
             who = f"all {self._world} ranks"
-        sentence = failure.text if failure.kind in ("refused", "hang") else f"{who} {_verb(failure)}{failure.text}"
+        tells_of_itself = failure.kind == "exception" or (failure.kind == "memory" and failure.text[:4] != "was ")
+        verb = "stopped: " if failure.together else "failed: " if tells_of_itself else ""
+        sentence = failure.text if failure.kind in ("refused", "hang") else f"{who} {verb}{failure.text}"
         if self.nodes.is_head:
             self._write_down(failure, sentence, why_again)
         if why_again is not None:
@@ -320,17 +322,14 @@ class Supervisor:
         attempt = max(1, look_back(self.folder.path).attempt)
         shrink = failure.micro_batch // 2 if failure.kind == "memory" and why_again and failure.micro_batch else None
         log = EventLog(self.folder.events, attempt)
-        log.emit(
-            "failure",
-            rank=failure.rank,
-            host=failure.host,
-            cause=failure.kind,
-            text=text,
-            where=failure.where,
-            step=failure.step,
-            restarted=why_again is not None,
-            micro_batch=shrink,
-        )
+        said: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "cause": failure.kind, "text": text}
+        said |= {
+            "where": failure.where,
+            "step": failure.step,
+            "restarted": why_again is not None,
+            "micro_batch": shrink,
+        }
+        log.emit("failure", **said)
         log.close()
 
     def _newest_step(self) -> int:
@@ -366,13 +365,6 @@ def _signature(failure: Failure) -> tuple[str, int, str, int | None]:
     if failure.samples:  # which are read ahead of the step that they are for
         return failure.kind, failure.rank, failure.samples, None
     return failure.kind, failure.rank, failure.where or failure.text, failure.step
-
-
-def _verb(failure: Failure) -> str:
-    if failure.together:
-        return "stopped: "
-    tells_of_itself = failure.kind == "exception" or (failure.kind == "memory" and not failure.text.startswith("was "))
-    return "failed: " if tells_of_itself else ""
 
 
 def _where_from(saved: int) -> str:

@@ -71,14 +71,10 @@ def _pairing(plan: TensorPlan, name: str, role: Role) -> str:
     if role.kind == "row":
         givers = [giver for giver, takers in plan.partners.items() if name in takers]
         return f"takes in {', '.join(_leaf(giver) for giver in givers)}; results are added up"
-    if role.kind == "vocabulary":
-        return "results are added up"
-    if role.kind == "heads":
+    if role.kind in ("vocabulary", "heads"):
         return "results are added up"
     takers = plan.partners.get(name)
-    if takers:
-        return f"feeds {', '.join(map(_leaf, dict.fromkeys(takers)))}"
-    return "feeds the loss"
+    return f"feeds {', '.join(map(_leaf, dict.fromkeys(takers))) if takers else 'the loss'}"
 
 
 def _leaf(name: str) -> str:
@@ -146,19 +142,15 @@ def _stages(planned: Planned, layout: Layout, config: PipelineConfig) -> list[di
                 "parameters": sum(sizes[name] for name, users in plan.users.items() if stage in users),
                 "work": plan.work()[stage] / whole,
                 "in_flight": peak_in_flight(action for action in tables[rank] if action.stage == stage),
-                "receives": [f"{_shape(value)} {_dtype(value)}" for value in crossing],
+                "receives": [_shape_and_dtype(value) for value in crossing],
                 "receives_bytes": sum(value.shape.numel() * value.dtype.itemsize for value in crossing),
             }
         )
     return found
 
 
-def _shape(value: Any) -> str:
-    return "x".join(map(str, value.shape)) or "one number"
-
-
-def _dtype(value: Any) -> str:
-    return str(value.dtype).removeprefix("torch.")
+def _shape_and_dtype(value: Any) -> str:
+    return f"{'x'.join(map(str, value.shape)) or 'one number'} {str(value.dtype).removeprefix('torch.')}"
 
 
 def show(plan: dict[str, Any], terminal: Terminal) -> None:

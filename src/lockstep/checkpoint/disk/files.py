@@ -20,16 +20,8 @@ from typing import NamedTuple
 import torch
 
 from lockstep import __version__
-from lockstep.checkpoint.disk.format import (
-    BLOCK_BYTES,
-    ITEM_BYTES,
-    Chunk,
-    DamageError,
-    StoredFile,
-    Whole,
-    open_checkpoint,
-    size_of,
-)
+from lockstep.checkpoint.disk import format as fmt
+from lockstep.checkpoint.disk.format import BLOCK_BYTES, ITEM_BYTES, Chunk, DamageError, StoredFile, size_of
 from lockstep.errors import UserError, reason
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -117,15 +109,8 @@ def write_shard(
             digests = [_digest_beside(beside, block) for block in blocks]
             for block in blocks:
                 write_all(file.fileno(), block)
-            chunks.append(
-                Chunk(
-                    file=path.name,
-                    offset=at,
-                    start=[],
-                    shape=list(entry.shape),
-                    sha256=[digest() for digest in digests],
-                )
-            )
+            found = [digest() for digest in digests]
+            chunks.append(Chunk(file=path.name, offset=at, start=[], shape=list(entry.shape), sha256=found))
             at += len(content)
         os.fsync(file.fileno())
     digest = hashlib.sha256(header).hexdigest()
@@ -178,7 +163,9 @@ class ShardReader:
             content = torch.empty(high - low, dtype=torch.uint8)
             self._read(chunk, low, content.numpy().data)
             wanted = content[begin * row - low : stop * row - low]
-            yield begin, _as(wanted, dtype).view(stop - begin, *chunk.shape[1:])
+            if wanted.storage_offset() % dtype.itemsize:  # numbers have to begin at a multiple of their size
+                wanted = wanted.clone()
+            yield begin, wanted.view(dtype).view(stop - begin, *chunk.shape[1:])
 
     def check(self, chunk: Chunk, size: int) -> None:
         """Read a chunk of so many bytes for its digests alone."""
@@ -226,7 +213,7 @@ class ShardReader:
 
 
 @contextmanager
-def reading(checkpoint: Whole) -> Iterator[ShardReader]:
+def reading(checkpoint: fmt.Whole) -> Iterator[ShardReader]:
     """Read from the files of a checkpoint."""
     reader = ShardReader(checkpoint.folder, checkpoint.index.files, checkpoint.index.block_bytes)
     try:
@@ -237,7 +224,7 @@ def reading(checkpoint: Whole) -> Iterator[ShardReader]:
 
 def verify_checkpoint(folder: Path) -> int:
     """Read every byte of a checkpoint and check it; returns how many they are, damage is raised."""
-    checkpoint = open_checkpoint(folder)
+    checkpoint = fmt.open_checkpoint(folder)
     index = checkpoint.index
     with reading(checkpoint) as reader:
         for name in index.files:
@@ -248,20 +235,13 @@ def verify_checkpoint(folder: Path) -> int:
     return index.bytes
 
 
-def _digest(block: memoryview) -> str:
-    return hashlib.sha256(block).hexdigest()
-
-
 def _digest_beside(pool: ThreadPoolExecutor, block: memoryview) -> Callable[[], str]:
     """Begin to digest a block; what comes back waits for the digest."""
+
+    def digest() -> str:
+        return hashlib.sha256(block).hexdigest()
+
     try:
-        return pool.submit(_digest, block).result
+        return pool.submit(digest).result
     except RuntimeError:  # a script has ended while this is written, and Python starts nothing new any more
-        digest = _digest(block)
-        return lambda: digest
-
-
-def _as(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers; those that do not begin at a multiple of a number's size are copied to where they do."""
-    aligned_bytes = content if content.storage_offset() % dtype.itemsize == 0 else content.clone()
-    return aligned_bytes.view(dtype)
+        return digest

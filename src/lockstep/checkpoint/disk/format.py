@@ -320,14 +320,6 @@ def shown(name: str, most: int = 100) -> str:
     return printable if len(printable) <= most else f"{printable[: most - 3]}..."
 
 
-def glance(folder: Path, index: Index) -> None:
-    """Check without reading them that all files are there, of the right size, and plain files."""
-    for name, file in index.files.items():
-        size = size_of(folder / name)
-        if size != file.bytes:
-            raise DamageError(f"{name} has {size} bytes instead of {file.bytes}")
-
-
 def size_of(path: Path) -> int:
     """The size of a plain file. A link would lead out of the folder."""
     try:
@@ -348,9 +340,11 @@ class Whole:
 
 
 def open_checkpoint(folder: Path) -> Whole:
-    """Look at a checkpoint without reading its tensors; damage that shows is raised."""
+    """Look at a checkpoint without reading its tensors: all files are there, of the right size, and plain ones."""
     index = read_index(folder)
-    glance(folder, index)
+    for name, file in index.files.items():
+        if (size := size_of(folder / name)) != file.bytes:
+            raise DamageError(f"{name} has {size} bytes instead of {file.bytes}")
     return Whole(folder, index)
 
 

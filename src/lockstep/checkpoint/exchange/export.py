@@ -18,7 +18,7 @@ import torch
 from torch.serialization import skip_data
 
 from lockstep.checkpoint.disk.files import DTYPES, Entry, ShardReader, aligned, bytes_of, header_of, reading, write_all
-from lockstep.checkpoint.disk.format import Whole
+from lockstep.checkpoint.disk.format import StoredTensor, Whole
 from lockstep.checkpoint.disk.load import read_whole
 from lockstep.checkpoint.state import slot_of
 from lockstep.errors import UserError
@@ -47,13 +47,11 @@ def export(checkpoint: Whole, target: Path, *, optimizer: bool = False, shard_by
     if free < size:
         short = f"{bytes_text(size)} and {bytes_text(free)} are free, {bytes_text(size - free)} too little"
         raise UserError(f"the export has {short}", "free some space")
-    kind = target.suffix
-    index = checkpoint.index
     with reading(checkpoint) as reader, _complete(target) as staged:
-        if kind in TORCH_FILES:
+        if target.suffix in TORCH_FILES:
             _write_torch(checkpoint, reader, staged, optimizer)
-        elif kind == SAFETENSORS:
-            _write_safetensors(checkpoint, reader, staged, list(index.state_dict))
+        elif target.suffix == SAFETENSORS:
+            _write_safetensors(checkpoint, reader, staged, list(checkpoint.index.state_dict))
         else:
             staged.mkdir()
             _write_shards(checkpoint, reader, staged, shard_bytes)
@@ -87,21 +85,17 @@ def _complete(target: Path) -> Iterator[Path]:
             staged.unlink(missing_ok=True)
 
 
-def _entry(checkpoint: Whole, key: str) -> Entry:
-    stored = checkpoint.index.tensors[f"model/{checkpoint.index.state_dict[key]}"]
-    return Entry(key, stored.dtype, tuple(stored.shape))
-
-
-def _tensor(checkpoint: Whole, reader: ShardReader, key: str) -> torch.Tensor:
-    return read_whole(reader, checkpoint.index.tensors[f"model/{checkpoint.index.state_dict[key]}"])
+def _stored(checkpoint: Whole, key: str) -> StoredTensor:
+    return checkpoint.index.tensors[f"model/{checkpoint.index.state_dict[key]}"]
 
 
 def _write_safetensors(checkpoint: Whole, reader: ShardReader, path: Path, keys: list[str]) -> None:
-    entries = aligned(_entry(checkpoint, key) for key in keys)
+    tensors = {key: _stored(checkpoint, key) for key in keys}
+    entries = aligned(Entry(key, stored.dtype, tuple(stored.shape)) for key, stored in tensors.items())
     with path.open("xb", buffering=0) as file:
         write_all(file.fileno(), header_of(entries, {"format": "pt"}))
         for entry in entries:
-            write_all(file.fileno(), bytes_of(_tensor(checkpoint, reader, entry.name)))
+            write_all(file.fileno(), bytes_of(read_whole(reader, tensors[entry.name])))
         os.fsync(file.fileno())
 
 
@@ -109,7 +103,7 @@ def _write_shards(checkpoint: Whole, reader: ShardReader, folder: Path, shard_by
     shards: list[list[str]] = [[]]
     filled = total = 0
     for key in checkpoint.index.state_dict:
-        size = _entry(checkpoint, key).bytes
+        size = _stored(checkpoint, key).bytes
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0

@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -42,6 +42,12 @@ class Foreign:
     read: Callable[[str], torch.Tensor]
     left_out: list[str]
     """What else the file has, and a model does not need."""
+
+    def renamed(self, names: Mapping[str, str]) -> Foreign:
+        """Some of the tensors under names of ours, each with that of the file."""
+        shapes = {our: self.shapes[their] for our, their in names.items()}
+        dtypes = {our: self.dtypes[their] for our, their in names.items()}
+        return Foreign(shapes, dtypes, lambda name: self.read(names[name]), self.left_out)
 
 
 def import_weights(source: Path, run_folder: Path, dtype: torch.dtype | None = None) -> tuple[Path, Foreign]:
@@ -357,14 +363,7 @@ def _open_distributed(folder: Path) -> Foreign:
         if len(names) < len(inside):
             raise UserError(f"{folder / '.metadata'} has two tensors of one name", "save it again")
     left_out = [name for name in described if name not in names.values()]
-    return _unwrapped(
-        Foreign(
-            {ours: shapes[theirs] for ours, theirs in names.items()},
-            {ours: dtypes[theirs] for ours, theirs in names.items()},
-            lambda name: read(names[name]),
-            left_out,
-        )
-    )
+    return _unwrapped(Foreign(shapes, dtypes, read, left_out).renamed(names))
 
 
 def _check_sizes(
@@ -401,22 +400,11 @@ def _read_part(path: Path, begin: int, length: int) -> torch.Tensor:
 def _unwrapped(foreign: Foreign) -> Foreign:
     """Without the prefix that a wrapper gave all names."""
     names = {name: name for name in foreign.shapes}
-    for prefix in _prefixes(list(names)):
+    while prefix := next((text for text in WRAPPERS if names and all(name.startswith(text) for name in names)), ""):
         names = {name.removeprefix(prefix): theirs for name, theirs in names.items()}
     if not names:
         raise UserError("the file has no tensors", "give one with a model's state_dict")
     for name, theirs in names.items():
         if len(foreign.shapes[theirs]) > MOST_DIMS:
             raise UserError(f"{name} has {len(foreign.shapes[theirs])} dims", "give a file of weights")
-    return Foreign(
-        {ours: foreign.shapes[theirs] for ours, theirs in names.items()},
-        {ours: foreign.dtypes[theirs] for ours, theirs in names.items()},
-        lambda name: foreign.read(names[name]),
-        foreign.left_out,
-    )
-
-
-def _prefixes(names: list[str]) -> Iterator[str]:
-    while prefix := next((one for one in WRAPPERS if names and all(name.startswith(one) for name in names)), ""):
-        yield prefix
-        names = [name.removeprefix(prefix) for name in names]
+    return foreign.renamed(names)
