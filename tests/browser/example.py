@@ -10,11 +10,13 @@ from functools import cache
 
 from lockstep.page.panels import (
     Advice,
+    AttemptBar,
+    Chapter,
     Curve,
     Fact,
     Headline,
     Heat,
-    Layer,
+    HeatLayer,
     Lines,
     Mark,
     Mesh,
@@ -24,11 +26,9 @@ from lockstep.page.panels import (
     Page,
     Panel,
     RunPage,
-    Section,
     Share,
     Shares,
-    Span,
-    Stack,
+    Stacked,
     Table,
     Text,
     Timeline,
@@ -80,14 +80,14 @@ def example_run(name: str = "lm-wikitext", steps: int = STEPS, seed: int = 0) ->
     return RunPage(name, headline, advice, [], _sections(draw, at, steps))
 
 
-def _sections(draw: random.Random, at: list[float], steps: int) -> list[Section]:
+def _sections(draw: random.Random, at: list[float], steps: int) -> list[Chapter]:
     return [
-        Section("learning", "Learning", _learning(draw, at, steps)),
-        Section("time", "Where the time went", _time(draw, at)),
-        Section("ranks", "Ranks", [_heat(draw, at), mesh({"pp": 2, "dp": 2, "tp": 2}, 4, slow=[5]), timetable()]),
-        Section("machine", "Machines", _machines(draw, steps), "What the nodes did, also with GPUs that nobody uses."),
-        Section("events", "What happened", [_timeline(steps)]),
-        Section(
+        Chapter("learning", "Learning", _learning(draw, at, steps)),
+        Chapter("time", "Where the time went", _time(draw, at)),
+        Chapter("ranks", "Ranks", [_heat(draw, at), mesh({"pp": 2, "dp": 2, "tp": 2}, 4, slow=[5]), timetable()]),
+        Chapter("machine", "Machines", _machines(draw, steps), "What the nodes did, also with GPUs that nobody uses."),
+        Chapter("events", "What happened", [_timeline(steps)]),
+        Chapter(
             "config", "Configuration", [_checkpoints(), Text("config", "Resolved config", CONFIG, language="toml")]
         ),
     ]
@@ -171,7 +171,7 @@ def _time(draw: random.Random, at: list[float]) -> list[Panel]:
     shares = [Share(name, amount, name == "useful steps", notes.get(name, "")) for name, amount in amounts.items()]
     return [
         Shares("spent", "The whole run", "s", shares, "From the first event to the last."),
-        Stack("step", "A step, mean over the ranks", "step", "seconds of a step", at, parts),
+        Stacked("step", "A step, mean over the ranks", "step", "seconds of a step", at, parts),
     ]
 
 
@@ -187,10 +187,10 @@ def _heat(draw: random.Random, at: list[float]) -> Heat:
         return table
 
     layers = [
-        Layer("input", "s", values(0.011, 0.084)),
-        Layer("compute", "s", values(0.26, 0.262)),
-        Layer("waiting", "s", values(0.073, 0.004)),
-        Layer("busy", "share", values(0.82, 0.93)),
+        HeatLayer("input", "s", values(0.011, 0.084)),
+        HeatLayer("compute", "s", values(0.26, 0.262)),
+        HeatLayer("waiting", "s", values(0.073, 0.004)),
+        HeatLayer("busy", "share", values(0.82, 0.93)),
     ]
     return Heat("heat", "Each rank over time", "step", at, rows, layers, "Mean seconds of a step.")
 
@@ -266,8 +266,8 @@ def _timeline(steps: int) -> Timeline:
     end = START + steps * SECONDS_PER_STEP
     middle = START + (end - START) * 0.5
     spans = [
-        Span(1, START, middle, "failed", "rank 1 on node2 was killed by SIGKILL"),
-        Span(2, middle + 26, end, "finished"),
+        AttemptBar(1, START, middle, "failed", "rank 1 on node2 was killed by SIGKILL"),
+        AttemptBar(2, middle + 26, end, "finished"),
     ]
     moments = [
         Moment(START + 100 * number * SECONDS_PER_STEP, 1 if number < 15 else 2, 100 * number, "info", "checkpoint",
@@ -309,7 +309,7 @@ def comparison_page(steps: int = STEPS) -> Page:
     )
     rows = [["1", "412 s", "1.00", "100 %"], ["4", "111 s", "3.70", "93 %"], ["8", "60 s", "6.90", "86 %"]]
     table = Table("table", "Scaling", ["GPUs", "time", "speed-up", "efficiency"], rows, [True] * 4)
-    return Page("Three runs of lm", START + 4000, "0.1", runs, [Section("scaling", "Scaling", [table, speed])])
+    return Page("Three runs of lm", START + 4000, "0.1", runs, [Chapter("scaling", "Scaling", [table, speed])])
 
 
 @cache
@@ -323,15 +323,17 @@ def hostile_page() -> Page:
         Table("a", HOSTILE, [HOSTILE], [[HOSTILE]], [False], HOSTILE),
         Mesh(HOSTILE, HOSTILE, [MeshAxis(HOSTILE, 2, HOSTILE)], [HOSTILE, "javascript:alert(1)"], [0], HOSTILE),
         Lines("l", HOSTILE, "step", HOSTILE, [Curve(HOSTILE, [1.0], [1.0])], HOSTILE, [Mark(1.0, HOSTILE)]),
-        Heat("h", HOSTILE, "step", [1.0], [HOSTILE], [Layer(HOSTILE, "", [[1.0]])]),
+        Heat("h", HOSTILE, "step", [1.0], [HOSTILE], [HeatLayer(HOSTILE, "", [[1.0]])]),
         Shares("s", HOSTILE, "s", [Share(HOSTILE, 1.0, True, HOSTILE)]),
-        Stack("k", HOSTILE, "step", HOSTILE, [1.0], [Curve(HOSTILE, [1.0], [1.0])]),
-        Timeline("m", HOSTILE, [Span(1, 0, 1, "failed", HOSTILE)], [Moment(0, 1, None, "error", HOSTILE, HOSTILE)]),
+        Stacked("k", HOSTILE, "step", HOSTILE, [1.0], [Curve(HOSTILE, [1.0], [1.0])]),
+        Timeline(
+            "m", HOSTILE, [AttemptBar(1, 0, 1, "failed", HOSTILE)], [Moment(0, 1, None, "error", HOSTILE, HOSTILE)]
+        ),
         Timetable("g", HOSTILE, 1.0, [[(HOSTILE, 0, 0, 0.0, 1.0)]], [1.0], HOSTILE),
     ]
     advice = [Advice(HOSTILE, HOSTILE, HOSTILE)]
     bad = replace(run, name=HOSTILE, headline=headline, advice=advice, unreadable=[HOSTILE, "half a pair: \ud800"])
-    return replace(page, title=HOSTILE, runs=[replace(bad, sections=[Section(HOSTILE, HOSTILE, panels, HOSTILE)])])
+    return replace(page, title=HOSTILE, runs=[replace(bad, sections=[Chapter(HOSTILE, HOSTILE, panels, HOSTILE)])])
 
 
 @cache
@@ -345,9 +347,9 @@ def sparse_page() -> Page:
         Lines("nan", "Nothing finite", "step", "loss", [Curve("train", [1.0, 2.0, 3.0], [nan, nan, nan])]),
         Lines("zero", "All zero", "step", "", [Curve("lr", [1.0, 2.0], [0.0, 0.0])], log=True),
         Lines("holes", "Holes", "step", "loss", [Curve("train", [1.0, 2.0, 3.0, 4.0, 5.0], [3.0, nan, 2.5, nan, 2.0])]),
-        Stack("parts", "One step of parts", "step", "", [1.0], parts),
+        Stacked("parts", "One step of parts", "step", "", [1.0], parts),
         Shares("shares", "Nothing spent", "s", []),
-        Heat("heat", "No value", "step", [1.0], ["rank 0"], [Layer("compute", "s", [[nan]])]),
+        Heat("heat", "No value", "step", [1.0], ["rank 0"], [HeatLayer("compute", "s", [[nan]])]),
         Timeline("timeline", "No attempt", [], []),
         Mesh("mesh", "One rank", [], ["laptop"]),
         Timetable("timetable", "No pipeline", 0.0, [], []),
@@ -356,7 +358,7 @@ def sparse_page() -> Page:
     ]  # fmt: skip
     headline = Headline("first", "single on a laptop", "lost", "No event says that it ended.", [])
     unreadable = ["Line 12 of events.jsonl ends in the middle: the run was writing it."]
-    sections = [Section("panels", "Panels", panels), Section("empty", "Empty", [])]
+    sections = [Chapter("panels", "Panels", panels), Chapter("empty", "Empty", [])]
     return Page("first", START, "0.1", [RunPage("first", headline, [], unreadable, sections)])
 
 
@@ -377,4 +379,4 @@ def large_page(megabytes: float = 5.0) -> Page:
         for number in range(curves // 4)
     ]  # fmt: skip
     run = example_run()
-    return Page("large", START, "0.1", [replace(run, sections=[*run.sections, Section("many", "Many", panels)])])
+    return Page("large", START, "0.1", [replace(run, sections=[*run.sections, Chapter("many", "Many", panels)])])

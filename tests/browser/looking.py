@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lockstep.page.panels import Page, Section
+from lockstep.page.panels import Chapter, Page
 from tests.browser import example
 
 
@@ -66,5 +66,5 @@ def with_panels(panels: list[Any]) -> Page:
     """A page with these panels alone."""
     run = example.example_run(steps=300)
     return replace(
-        example.example_page(steps=30), runs=[replace(run, advice=[], sections=[Section("only", "Only", panels)])]
+        example.example_page(steps=30), runs=[replace(run, advice=[], sections=[Chapter("only", "Only", panels)])]
     )

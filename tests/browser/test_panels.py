@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lockstep.page.panels import Curve, Heat, Layer, Lines, Share, Shares, Stack, Table
+from lockstep.page.panels import Curve, Heat, HeatLayer, Lines, Share, Shares, Stacked, Table
 from tests.browser import example
 from tests.browser.conftest import OpenPage
 from tests.browser.looking import drag, ink_of, panel, with_panels
@@ -38,7 +38,7 @@ def test_a_hidden_part_of_a_stack_leaves_the_sum(open_page: OpenPage) -> None:
 
 def test_a_column_of_a_stack_goes_from_the_x_before_to_its_own(open_page: OpenPage) -> None:
     parts = [Curve("compute", [20.0, 100.0], [0.1, 0.4])]
-    tab = open_page(with_panels([Stack("stack", "Parts", "step", "seconds", [20.0, 100.0], parts, begin=0.0)]))
+    tab = open_page(with_panels([Stacked("stack", "Parts", "step", "seconds", [20.0, 100.0], parts, begin=0.0)]))
     chart = panel(tab, "Parts")
     box = chart.locator(".u-over").bounding_box()
     for share, said in ((0.03, "step 20"), (0.17, "step 20"), (0.23, "step 100"), (0.99, "step 100")):
@@ -93,7 +93,7 @@ def test_long_cells_wrap_numbers_do_not_and_neighbouring_shares_differ(open_page
 
 
 def test_a_heat_map_whose_values_are_alike_says_so(open_page: OpenPage) -> None:
-    layer = Layer("busy", "share", [[0.9, 0.9], [0.9, 0.9]])
+    layer = HeatLayer("busy", "share", [[0.9, 0.9], [0.9, 0.9]])
     tab = open_page(with_panels([Heat("heat", "Busy", "step", [1.0, 2.0], ["rank 0", "rank 1"], [layer])]))
     assert panel(tab, "Busy").locator(".scale").inner_text() == "90 % everywhere"
 

@@ -64,7 +64,7 @@ def test_every_panel_is_on_paper_with_all_that_a_screen_shows_on_request(tmp_pat
     long = p.Table("long", "Many rows", ["name", "number"], rows, [False, True])
     marks = [p.Mark(10.0 * number, f"mark number {number}") for number in range(1, 9)]
     marked = p.Lines("marked", "Many marks", "step", "y", [p.Curve("c", [1.0, 90.0], [1.0, 2.0])], marks=marks)
-    more = p.Section("more", "More", [long, marked])
+    more = p.Chapter("more", "More", [long, marked])
     page = replace(example.example_page(), runs=[replace(run, sections=[*run.sections, more])])
     text = " ".join(printed(page, tmp_path)[1])
     panels = [one for section in page.runs[0].sections for one in section.panels]
@@ -122,17 +122,17 @@ ODD: list[p.Panel] = [
     p.Lines("a", "A", "time", "y", [p.Curve("c", [START], [0.0])], unit="share", most=1.0),
     p.Lines("a", "A", "step", "y", [p.Curve("c", [1.0, 2.0], [1e-320, 1e308])], unit="B/s"),
     p.Lines("a", "A", "seconds", "y", [p.Curve("c", [0.0, 0.25], [1.0, 2.0])], unit="B"),
-    p.Stack("a", "A", "step", "y", [], []),
-    p.Stack("a", "A", "step", "y", [5.0], [p.Curve("c", [5.0], [1.0]), p.Curve("d", [5.0], [None])]),
-    p.Stack("a", "A", "time", "y", [START, START + 1], [p.Curve("c", [START, START + 1], [NAN, -1.0])]),
-    p.Stack("a", "A", "step", "y", [5.0, 9.0], [p.Curve("c", [5.0, 9.0], [1.0, 2.0])], begin=3.0),
+    p.Stacked("a", "A", "step", "y", [], []),
+    p.Stacked("a", "A", "step", "y", [5.0], [p.Curve("c", [5.0], [1.0]), p.Curve("d", [5.0], [None])]),
+    p.Stacked("a", "A", "time", "y", [START, START + 1], [p.Curve("c", [START, START + 1], [NAN, -1.0])]),
+    p.Stacked("a", "A", "step", "y", [5.0, 9.0], [p.Curve("c", [5.0, 9.0], [1.0, 2.0])], begin=3.0),
     p.Shares("a", "A", "s", []),
     p.Shares("a", "A", "items", [p.Share("none", 0.0), p.Share("odd", 1.0)]),
     p.Heat("a", "A", "step", [], [], []),
-    p.Heat("a", "A", "step", [1.0], ["r"], [p.Layer("l", "s", [[None]])]),
-    p.Heat("a", "A", "step", [1.0], ["r"], [p.Layer("l", "share", [[0.5]])]),
+    p.Heat("a", "A", "step", [1.0], ["r"], [p.HeatLayer("l", "s", [[None]])]),
+    p.Heat("a", "A", "step", [1.0], ["r"], [p.HeatLayer("l", "share", [[0.5]])]),
     p.Timeline("a", "A", [], []),
-    p.Timeline("a", "A", [p.Span(1, START, START, "lost")], [p.Moment(0.0, 7, None, "info", "w", "t")]),
+    p.Timeline("a", "A", [p.AttemptBar(1, START, START, "lost")], [p.Moment(0.0, 7, None, "info", "w", "t")]),
     p.Mesh("a", "A", [], []),
     p.Mesh("a", "A", [p.MeshAxis("dp", 4000, "gradients")], []),
     p.Mesh("a", "A", [p.MeshAxis("pp", 2, "activations"), p.MeshAxis("dp", 100, "gradients")], ["h"] * 3, [199]),
@@ -154,7 +154,7 @@ def test_panels_with_little_or_too_much_in_them_are_printed(open_page: OpenPage,
 
 
 def test_a_heat_map_of_one_value_is_a_sentence_and_no_block_of_ink(open_page: OpenPage) -> None:
-    layers = [p.Layer("flat", "s", [[0.5, 0.5], [0.5, None]]), p.Layer("varied", "s", [[0.5, 0.5], [0.5, 0.6]])]
+    layers = [p.HeatLayer("flat", "s", [[0.5, 0.5], [0.5, None]]), p.HeatLayer("varied", "s", [[0.5, 0.5], [0.5, 0.6]])]
     tab = open_page(with_panels([p.Heat("a", "A", "step", [1.0, 2.0], ["r0", "r1"], layers)]))
     panel(tab, "A")
     tab.emulate_media(media="print")

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.page.panels import Advice, Headline, Section
+from lockstep.page.panels import Advice, Chapter, Headline
 from lockstep.page.reading.summary import Summary
 
 
@@ -19,8 +19,8 @@ def plain_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     def headline(summary: Summary, _written: float | None = None) -> Headline:
         return Headline(summary.name, "", summary.state, "", [])
 
-    def compare_runs(summaries: Sequence[Summary]) -> list[Section]:
-        return [Section(summary.name, "", []) for summary in summaries]
+    def compare_runs(summaries: Sequence[Summary]) -> list[Chapter]:
+        return [Chapter(summary.name, "", []) for summary in summaries]
 
     def advise(_: Summary) -> list[Advice]:
         return []

@@ -9,7 +9,7 @@ import pytest
 from lockstep.compare import table as compare
 from lockstep.compare.table import (
     Conditions,
-    Scaling,
+    LayoutTable,
     ScalingRow,
     Spread,
     Timed,
@@ -186,13 +186,13 @@ def test_the_chart_has_a_line_for_each_kind_of_layout_and_the_ideal_one(monkeypa
         {"fsdp=2": "broken"},
         same_training=True,
     )
-    assert draw_chart(Scaling("lm", True, "tokens", 2, rows, [])) == "<svg/>"
+    assert draw_chart(LayoutTable("lm", True, "tokens", 2, rows, [])) == "<svg/>"
     assert drawn == [[Series("dp", [(1, 1.0), (2, 1.6), (4, 2.5)]), Series("ideal", [(1, 1.0), (4, 4.0)])]]
 
 
 def test_programs_get_all_of_it() -> None:
     rows = table(SINGLE, DP2, single=[timed(1.0)], dp2=[timed(0.625)])
-    _, dp2 = to_json(Scaling("lm", True, "tokens", 2, rows, []))["rows"]
+    _, dp2 = to_json(LayoutTable("lm", True, "tokens", 2, rows, []))["rows"]
     assert dp2["layout"] == "dp=2"
     assert dp2["tokens_per_second"] == [1600, 1600, 1600]
     assert dp2["speed_up"] == [1.6, 1.6, 1.6]

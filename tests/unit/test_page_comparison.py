@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.compare.table import Scaling, ScalingRow, Spread
+from lockstep.compare.table import LayoutTable, ScalingRow, Spread
 from lockstep.layout import Layout
 from lockstep.page.panels import Curve, Lines, Panel, Table, Text, as_json
 from lockstep.page.reading.summary import Summary, TimeSpent
@@ -176,7 +176,7 @@ def row(layout: Layout, step: float, speed_up: float) -> ScalingRow:
 
 def test_the_page_of_a_comparison_has_what_the_terminal_shows() -> None:
     rows = [row(SINGLE, 1.0, 1.0), row(DP4, 0.3125, 3.2), row(PP2, 1.25, 0.8)]
-    found = Scaling("lm, 64 samples a step", True, "tokens", 2, rows, ["the losses agree"])
+    found = LayoutTable("lm, 64 samples a step", True, "tokens", 2, rows, ["the losses agree"])
     page = scaling_page(found, made=5.0)
     assert (page.title, page.made, page.runs) == ("lm, 64 samples a step", 5.0, [])
     table, chart, remarks = page.comparison[0].panels
@@ -199,7 +199,7 @@ def test_the_page_of_a_comparison_has_what_the_terminal_shows() -> None:
 
 def test_a_comparison_whose_layouts_failed_still_has_a_page() -> None:
     rows = [ScalingRow(SINGLE, failure="out of memory"), ScalingRow(DP4, failure="out of memory")]
-    page = scaling_page(Scaling("lm", True, "tokens", 2, rows, []), made=5.0)
+    page = scaling_page(LayoutTable("lm", True, "tokens", 2, rows, []), made=5.0)
     table, said = page.comparison[0].panels
     assert isinstance(table, Table)
     assert isinstance(said, Text)

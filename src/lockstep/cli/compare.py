@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from lockstep.compare.table import Conditions, Scaling, Timed
+    from lockstep.compare.table import Conditions, LayoutTable, Timed
     from lockstep.config.layers import Resolved
     from lockstep.config.schema import Config
     from lockstep.launch.supervise import Outcome
@@ -184,9 +184,9 @@ def _own_environment(threads: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _compared(entrants: Entrants, runs: TimedRuns, had: Conditions) -> Scaling:
+def _compared(entrants: Entrants, runs: TimedRuns, had: Conditions) -> LayoutTable:
     """What follows from the runs."""
-    from lockstep.compare.table import Scaling, remarks, tabulate
+    from lockstep.compare.table import LayoutTable, remarks, tabulate
 
     layouts, configs = list(entrants), [resolved.config for resolved in entrants.values()]
     config = configs[0]
@@ -199,11 +199,11 @@ def _compared(entrants: Entrants, runs: TimedRuns, had: Conditions) -> Scaling:
         samples = f"{per_replica} samples a replica a step: another training on every layout (weak scaling)"
     item = next((run.item for timed in runs.timed.values() for run in timed), "samples")
     notes = remarks(rows, had, same_training=same_training)
-    return Scaling(f"{config.recipe}, {samples}", same_training, item, had.cores, rows, notes)
+    return LayoutTable(f"{config.recipe}, {samples}", same_training, item, had.cores, rows, notes)
 
 
 def _finish(
-    scaling: Scaling, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
+    scaling: LayoutTable, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
 ) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
     from lockstep.compare.show import show_table

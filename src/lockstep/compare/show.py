@@ -12,12 +12,12 @@ from rich.table import Table
 from lockstep.text.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from lockstep.compare.table import Scaling, Spread
+    from lockstep.compare.table import LayoutTable, Spread
 
 BAR_WIDTH = 12
 
 
-def table_cells(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
+def table_cells(scaling: LayoutTable) -> tuple[list[str], list[list[str]]]:
     """The table's columns and rows as text; epochs are shown where a step is not the same everywhere."""
     rows = scaling.rows
     has_epochs = not scaling.same_training and any(row.epoch for row in rows)
@@ -39,7 +39,7 @@ def table_cells(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def show_table(scaling: Scaling, terminal: Terminal) -> None:
+def show_table(scaling: LayoutTable, terminal: Terminal) -> None:
     """A line for every layout, with a bar of its speed-up."""
     rows = scaling.rows
     columns, cells = table_cells(scaling)

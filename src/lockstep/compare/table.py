@@ -28,7 +28,7 @@ MUCH_BUSY = 0.15
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the runs had of the had."""
+    """What the runs had of the machine."""
 
     cores: int
     on_cpu: bool
@@ -93,7 +93,7 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class LayoutTable:
     """All that is shown and written."""
 
     title: str
@@ -237,7 +237,7 @@ def _agrees(loss: float | None, base: float | None, precision: str) -> bool | No
     return math.isclose(loss, base, rel_tol=SAME_LOSS[precision])
 
 
-def draw_chart(scaling: Scaling) -> str:
+def draw_chart(scaling: LayoutTable) -> str:
     """Speed-ups over devices as an SVG, a line for each kind of layout, with the ideal one."""
     rows = scaling.rows
     base = rows[0].layout
@@ -252,7 +252,7 @@ def draw_chart(scaling: Scaling) -> str:
     return line_chart(scaling.title, "devices", f"speed-up against {base}", [*series, ideal])
 
 
-def to_json(scaling: Scaling) -> dict[str, Any]:
+def to_json(scaling: LayoutTable) -> dict[str, Any]:
     """All of it for programs; spreads are [median, smallest, largest]."""
     item = scaling.item
 

@@ -16,7 +16,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-from lockstep.page.panels import NO_ADVICE, Page, RunPage, Section, Table, as_json
+from lockstep.page.panels import NO_ADVICE, Chapter, Page, RunPage, Table, as_json
 
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 32 32'%3E%3Crect width='32' height='32' "
@@ -140,7 +140,7 @@ def _run(run: RunPage) -> Iterable[str]:
         yield from _section(section)
 
 
-def _section(section: Section) -> Iterable[str]:
+def _section(section: Chapter) -> Iterable[str]:
     tables = [panel for panel in section.panels if isinstance(panel, Table) and panel.rows]
     if not tables:
         return

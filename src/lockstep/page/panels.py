@@ -95,7 +95,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stacked:
     """Parts that add up, over steps or time: each column stands for all from the one before it to its own x."""
 
     id: str
@@ -137,7 +137,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Layer:
+class HeatLayer:
     """One number for each row and column of a heat map."""
 
     name: str
@@ -154,7 +154,7 @@ class Heat:
     x: Literal["step", "time"]
     at: list[float]
     rows: list[str]
-    layers: list[Layer]
+    layers: list[HeatLayer]
     note: str = ""
     kind: Literal["heat"] = "heat"
 
@@ -173,7 +173,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Span:
+class AttemptBar:
     """An attempt, from its first event to its last."""
 
     attempt: int
@@ -189,7 +189,7 @@ class Timeline:
 
     id: str
     title: str
-    spans: list[Span]
+    spans: list[AttemptBar]
     moments: list[Moment]
     note: str = ""
     kind: Literal["timeline"] = "timeline"
@@ -257,11 +257,11 @@ class Text:
     kind: Literal["text"] = "text"
 
 
-Panel = Lines | Stack | Shares | Heat | Timeline | Mesh | Timetable | Table | Text
+Panel = Lines | Stacked | Shares | Heat | Timeline | Mesh | Timetable | Table | Text
 
 
 @dataclass(frozen=True)
-class Section:
+class Chapter:
     """A chapter of the page."""
 
     id: str
@@ -280,7 +280,7 @@ class RunPage:
     """At most three. Where there is none, the page says `NO_ADVICE`."""
     unreadable: list[str]
     """What of the log could not be read, in sentences."""
-    sections: list[Section]
+    sections: list[Chapter]
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Page:
     made: float
     version: str
     runs: list[RunPage]
-    comparison: list[Section] = field(default_factory=list)
+    comparison: list[Chapter] = field(default_factory=list)
     live: bool = False
     """Whether more may come: the page asks for it."""
 

@@ -43,7 +43,7 @@ Build = Callable[[], Page]
 
 
 @dataclass(frozen=True)
-class Shown:
+class WirePage:
     """A page as it goes over the wire; its tag stays the same while nothing happens."""
 
     page: Page
@@ -52,13 +52,13 @@ class Shown:
     tag: str
 
     @staticmethod
-    def of(page: Page) -> Shown:
+    def of(page: Page) -> WirePage:
         """A page with its data written out."""
         content = as_json(page)
         data = _as_bytes(content)
         # When it was made differs every time, and is no news.
         digest = hashlib.blake2b(_as_bytes({**content, "made": 0}), digest_size=12).hexdigest()
-        return Shown(page, data, gzip.compress(data, compresslevel=4), f'"{digest}"')
+        return WirePage(page, data, gzip.compress(data, compresslevel=4), f'"{digest}"')
 
 
 def follow(folders: Sequence[Path]) -> Build:
@@ -94,15 +94,15 @@ class LivePage:
     def __init__(self, build: Build) -> None:
         self._build = build
         self._building = threading.Lock()
-        self._shown: Shown | None = None
+        self._shown: WirePage | None = None
         self._due = 0.0
 
-    def newest(self) -> Shown:
+    def newest(self) -> WirePage:
         """The page as of now, or of a moment ago."""
         with self._building:
             began = time.monotonic()
             if self._shown is None or began >= self._due:
-                shown = Shown.of(self._build())
+                shown = WirePage.of(self._build())
                 if self._shown is None or shown.tag != self._shown.tag:
                     self._shown = shown
                 now = time.monotonic()
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host") or []
         return len(hosts) == 1 and re.sub(r":\d*$", "", hosts[0].strip().lower()) in self.server.own_names
 
-    def _send_page(self, shown: Shown) -> None:
+    def _send_page(self, shown: WirePage) -> None:
         html = page_html(shown.page, data_url=DATA)
         body = html.encode("utf-8", "replace")
         headers = {
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Encoding"] = "gzip"
         self._send(HTTPStatus.OK, body, headers)
 
-    def _send_data(self, shown: Shown) -> None:
+    def _send_data(self, shown: WirePage) -> None:
         headers = {"Content-Type": "application/json", "ETag": shown.tag}
         asked = re.split(r"\s*,\s*", self.headers.get("If-None-Match", ""))
         if shown.tag in [tag.removeprefix("W/") for tag in asked] or asked == ["*"]:

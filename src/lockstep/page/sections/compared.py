@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lockstep import __version__
 from lockstep.compare.show import table_cells
-from lockstep.compare.table import Scaling
-from lockstep.page.panels import Page, Panel, Section, Table, Text
+from lockstep.compare.table import LayoutTable
+from lockstep.page.panels import Chapter, Page, Panel, Table, Text
 from lockstep.page.sections.comparison import kind_of, speed_up_lines
 
 
-def scaling_page(scaling: Scaling, made: float) -> Page:
+def scaling_page(scaling: LayoutTable, made: float) -> Page:
     """All that the terminal shows, as a page without a run of its own."""
     columns, rows = table_cells(scaling)
     table = Table("scaling", "Scaling", columns, rows, [column != "layout" for column in columns])
@@ -25,5 +25,5 @@ def scaling_page(scaling: Scaling, made: float) -> Page:
     failures = [f"{row.layout}: {row.failure}" for row in scaling.rows if row.failure]
     if said := [*failures, *scaling.remarks]:
         panels.append(Text("remarks", "What has to be said", "\n".join(said)))
-    section = Section("comparison", "Side by side", panels)
+    section = Chapter("comparison", "Side by side", panels)
     return Page(scaling.title, made, __version__, runs=[], comparison=[section])

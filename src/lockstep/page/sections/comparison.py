@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
-from lockstep.page.panels import Curve, Lines, Section, Table
+from lockstep.page.panels import Chapter, Curve, Lines, Table
 from lockstep.page.reading.summary import Summary
 from lockstep.page.sections.headline import UNKNOWN
 from lockstep.text.units import (
@@ -64,7 +64,7 @@ DIFFERENCES: Mapping[str, Callable[[Summary], str]] = {
 
 
 @dataclass(frozen=True)
-class Group:
+class SameTraining:
     """Runs of one training; `base`, the smallest that has a throughput, is what the others are divided by."""
 
     runs: list[Summary]
@@ -85,7 +85,7 @@ class Group:
         return speed_up * self.base.world_size / run.world_size
 
 
-def compare_runs(summaries: Sequence[Summary]) -> list[Section]:
+def compare_runs(summaries: Sequence[Summary]) -> list[Chapter]:
     """What is said of several runs together; nothing of fewer than two."""
     if len(summaries) < 2:
         return []
@@ -95,10 +95,10 @@ def compare_runs(summaries: Sequence[Summary]) -> list[Section]:
         for number, group in enumerate(groups, start=1)
         if group.base is not None and len({run.world_size for run in group.runs}) > 1
     ]
-    return [Section("comparison", "Side by side", [_scaling(groups), *charts, _costs(groups), _differences(summaries)])]
+    return [Chapter("comparison", "Side by side", [_scaling(groups), *charts, _costs(groups), _differences(summaries)])]
 
 
-def group_runs(summaries: Sequence[Summary]) -> list[Group]:
+def group_runs(summaries: Sequence[Summary]) -> list[SameTraining]:
     """The runs by training, smallest first, in the order in which each training was named first."""
     found: dict[tuple[int, str, str, str], list[Summary]] = {}
     for run in summaries:
@@ -106,7 +106,9 @@ def group_runs(summaries: Sequence[Summary]) -> list[Group]:
     groups = []
     for runs in found.values():
         ordered = sorted(runs, key=lambda run: run.world_size)
-        groups.append(Group(ordered, next((run for run in ordered if run.items_per_second and run.world_size), None)))
+        groups.append(
+            SameTraining(ordered, next((run for run in ordered if run.items_per_second and run.world_size), None))
+        )
     return groups
 
 
@@ -133,7 +135,7 @@ def speed_up_lines(
     return Lines(id, title, "ranks", "speed-up", curves, note)
 
 
-def _scaling(groups: Sequence[Group]) -> Table:
+def _scaling(groups: Sequence[SameTraining]) -> Table:
     rows = [
         [
             run.name,
@@ -149,13 +151,13 @@ def _scaling(groups: Sequence[Group]) -> Table:
     return Table("scaling", "Scaling", columns, rows, right, " ".join(_remarks(groups)))
 
 
-def _costs(groups: Sequence[Group]) -> Table:
+def _costs(groups: Sequence[SameTraining]) -> Table:
     rows = [[run.name, *(text(run) for text in COSTS.values())] for group in groups for run in group.runs]
     note = "Goodput is the share of the time in steps whose result was kept; memory is that of the fullest rank."
     return Table("costs", "What it took", ["run", *COSTS], rows, [False, *[True] * len(COSTS)], note)
 
 
-def _remarks(groups: Sequence[Group]) -> list[str]:
+def _remarks(groups: Sequence[SameTraining]) -> list[str]:
     """What has to be said beside the table, for it to be honest."""
     told = []
     if any(len(group.runs) > 1 and group.base is not None for group in groups):
@@ -195,7 +197,7 @@ def _have_equal_steps(runs: Sequence[Summary]) -> bool:
     return all(math.isclose(size, sizes[0], rel_tol=SAME_STEP) for size in sizes)
 
 
-def _chart(number: int, group: Group) -> Lines:
+def _chart(number: int, group: SameTraining) -> Lines:
     assert group.base is not None
     lines: dict[str, list[tuple[int, float]]] = {}
     for run in group.runs:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.page.panels import Lines, Panel, Share, Shares, Span, Table, Text, Timeline
+from lockstep.page.panels import AttemptBar, Lines, Panel, Share, Shares, Table, Text, Timeline
 from lockstep.page.reading.profiles import Profile
 from lockstep.page.reading.run_data import Digest
 from lockstep.page.reading.series import curve_of
@@ -106,7 +106,7 @@ def events(digest: Digest, summary: Summary) -> list[Panel]:
     """The attempts, and what happened in them."""
     moments, left_out = digest.moments.chosen()
     spans = [
-        Span(one.number, round(one.begin, 3), round(one.end, 3), one.state, _span_text(one.job, one.why))
+        AttemptBar(one.number, round(one.begin, 3), round(one.end, 3), one.state, _span_text(one.job, one.why))
         for one in summary.attempts
     ]
     if len(spans) > MOST_SPANS:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
-from lockstep.page.panels import Heat, Layer, Mesh, MeshAxis, Panel, Table
+from lockstep.page.panels import Heat, HeatLayer, Mesh, MeshAxis, Panel, Table
 from lockstep.page.reading.run_data import Digest
 from lockstep.page.reading.series import Array, Grid, numbers, places
 from lockstep.page.reading.summary import Summary
@@ -74,7 +74,7 @@ def heat(
             if row in rows:
                 values[place] = high[rows[row]]
         if np.isfinite(values).any():
-            shown.append(Layer(name, unit, [numbers(line, 6) for line in _grouped(values, together)]))
+            shown.append(HeatLayer(name, unit, [numbers(line, 6) for line in _grouped(values, together)]))
     if together > 1:
         groups = [names[at : at + together] for at in range(0, len(names), together)]
         labels = [f"{what} {group[0]} to {group[-1]}" if len(group) > 1 else f"{what} {group[0]}" for group in groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.page.panels import Curve, Panel, Share, Shares, Stack, Table
+from lockstep.page.panels import Curve, Panel, Share, Shares, Stacked, Table
 from lockstep.page.reading.run_data import Digest
 from lockstep.page.reading.series import numbers, places
 from lockstep.page.reading.summary import IN_KEPT_STEPS, PARTS_OF_TIME, Compared, Summary
@@ -55,7 +55,9 @@ def time(digest: Digest, summary: Summary) -> list[Panel]:
         looks = digest.ranks.grid.looks_of_each
         note = STACK_NOTE + (f" Each column is the mean of {looks} reports." if looks > 1 else "")
         begin = float(digest.ranks.first_step)
-        panels.append(Stack("step_time", "Time of a step", "step", "seconds of a step", at, curves, note, begin=begin))
+        panels.append(
+            Stacked("step_time", "Time of a step", "step", "seconds of a step", at, curves, note, begin=begin)
+        )
     if summary.spent.whole > 0:
         panels.append(_whole(summary))
     if rows := [

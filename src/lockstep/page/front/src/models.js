@@ -49,7 +49,7 @@ function abovezero(value) {
 /**
  * Columns on top of one another, without those that are hidden. The last part is the uppermost and drawn first. A column
  * goes from the x before to its own one: one more x before all others, `first` of them, is where the first column begins.
- * @param {import("./panels").Stack} panel
+ * @param {import("./panels").Stacked} panel
  * @param {{ start: number, hidden: Set<string> }} options
  * @returns {Model}
  */

@@ -51,7 +51,7 @@ export interface Lines {
   kind: "lines";
 }
 
-export interface Stack {
+export interface Stacked {
   id: string;
   title: string;
   x: "step" | "time";
@@ -81,7 +81,7 @@ export interface Shares {
   kind: "shares";
 }
 
-export interface Layer {
+export interface HeatLayer {
   name: string;
   unit: "" | "s" | "B" | "share";
   values: ((number | null)[])[];
@@ -93,7 +93,7 @@ export interface Heat {
   x: "step" | "time";
   at: number[];
   rows: string[];
-  layers: Layer[];
+  layers: HeatLayer[];
   note: string;
   kind: "heat";
 }
@@ -107,7 +107,7 @@ export interface Moment {
   text: string;
 }
 
-export interface Span {
+export interface AttemptBar {
   attempt: number;
   begin: number;
   end: number;
@@ -118,7 +118,7 @@ export interface Span {
 export interface Timeline {
   id: string;
   title: string;
-  spans: Span[];
+  spans: AttemptBar[];
   moments: Moment[];
   note: string;
   kind: "timeline";
@@ -169,10 +169,10 @@ export interface Text {
   kind: "text";
 }
 
-export interface Section {
+export interface Chapter {
   id: string;
   title: string;
-  panels: (Lines | Stack | Shares | Heat | Timeline | Mesh | Timetable | Table | Text)[];
+  panels: (Lines | Stacked | Shares | Heat | Timeline | Mesh | Timetable | Table | Text)[];
   note: string;
 }
 
@@ -181,7 +181,7 @@ export interface RunPage {
   headline: Headline;
   advice: Advice[];
   unreadable: string[];
-  sections: Section[];
+  sections: Chapter[];
 }
 
 export interface Page {
@@ -189,8 +189,8 @@ export interface Page {
   made: number;
   version: string;
   runs: RunPage[];
-  comparison: Section[];
+  comparison: Chapter[];
   live: boolean;
 }
 
-export type Panel = Lines | Stack | Shares | Heat | Timeline | Mesh | Timetable | Table | Text;
+export type Panel = Lines | Stacked | Shares | Heat | Timeline | Mesh | Timetable | Table | Text;

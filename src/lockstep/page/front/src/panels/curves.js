@@ -25,7 +25,7 @@ export function linesPanel(panel, context, frame) {
 }
 
 /**
- * @param {import("../panels").Stack} panel
+ * @param {import("../panels").Stacked} panel
  * @param {Context} context
  * @param {Frame} frame
  */
