@@ -324,13 +324,13 @@ def draw_other_masks(_job: Job, patch: Patch) -> None:
 
 
 def keep_what_a_row_returns(_job: Job, patch: Patch) -> None:
-    patch.setattr(tensor, "joined", lambda part, _axis: part)
+    patch.setattr(tensor, "reduce_products", lambda part, _axis: part)
 
 
 def add_the_bias_of_a_row_on_every_rank(_job: Job, patch: Patch) -> None:
     def row(module: nn.Linear, axis: Axis, _parts: Parts, value: torch.Tensor) -> torch.Tensor:
         rest = tuple(one for one in along_of(value) if one.axis.name != axis.name)
-        return tensor.joined(F.linear(mark(plain(value), rest), module.weight, module.bias), axis)
+        return tensor.reduce_products(F.linear(mark(plain(value), rest), module.weight, module.bias), axis)
 
     patch.setattr(tensor, "row", row)
 

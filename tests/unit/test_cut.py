@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.parallel.tensor.cut import Along, _padded, along_of, apart, mark, marked_again, put_together, take
+from lockstep.parallel.tensor.cut import Along, _padded, along_of, mark, put_cuts_back, put_together, take, take_apart
 from lockstep.parallel.tensor.plan_matrices import divisors
 from lockstep.parallel.tensor.rules.shapes import divided, follow
 from lockstep.runtime.axis import Axis
@@ -87,9 +87,9 @@ def test_a_cut_shows_the_shape_of_the_whole_and_a_plain_tensor_is_none() -> None
 def test_a_tree_of_cuts_is_taken_apart_and_marked_again() -> None:
     along = Along(Axis("tp", 2, 0), 0, (4,))
     tree = {"a": (mark(torch.ones(2), [along]), torch.zeros(3)), "b": [None, 5]}
-    plain, marks = apart(tree)
+    plain, marks = take_apart(tree)
     assert type(plain["a"][0]) is torch.Tensor
-    again = marked_again(plain, marks)
+    again = put_cuts_back(plain, marks)
     assert along_of(again["a"][0]) == (along,)
     assert along_of(again["a"][1]) == ()
     assert again["b"] == [None, 5]

@@ -47,7 +47,6 @@ NOT_YET_FOLDERS = {"runtime"}
 NOT_YET_PARAMETERS = {
     "checkpoint/manage.py Checkpoints.save",
     "engine.py Engine.__init__",
-    "parallel/tensor/modules.py heads",
     "run.py Run.__init__",
 }
 NOT_YET_FILES = {"build", "cost", "follow", "machine", "pipeline", "show"}

@@ -74,11 +74,7 @@ class Held:
 
 
 def describe_parts(
-    whole: nn.Module,
-    matrices: Mapping[str, Along],
-    places: Mapping[str, Sequence[int]],
-    comm: Comm,
-    place: int,
+    whole: nn.Module, matrices: Mapping[str, Along], places: Mapping[str, Sequence[int]], comm: Comm, place: int
 ) -> dict[str, Held]:
     """What each rank is to hold of a model, before anything is stored.
 

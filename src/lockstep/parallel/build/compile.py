@@ -19,7 +19,7 @@ from lockstep.follow.around import replace_forward
 from lockstep.follow.blocks import find_blocks
 from lockstep.layout import Layout
 from lockstep.parallel.replicate.statistics import batch_norms
-from lockstep.parallel.tensor.cut import apart, marked_again
+from lockstep.parallel.tensor.cut import put_cuts_back, take_apart
 from lockstep.runtime import process
 from lockstep.runtime.torch_private import compiler_cache, compiler_config, compiler_errors
 from lockstep.runtime.torch_private.seen import require
@@ -83,12 +83,12 @@ def _compile_cut(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @torch.compile(fullgraph=True)
     def traced(along: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        args, kwargs = marked_again((args, kwargs), along)
-        return apart(function(*args, **kwargs))
+        args, kwargs = put_cuts_back((args, kwargs), along)
+        return take_apart(function(*args, **kwargs))
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        parts, along = apart((args, kwargs))
-        return marked_again(*traced(along, *parts))
+        parts, along = take_apart((args, kwargs))
+        return put_cuts_back(*traced(along, *parts))
 
     return called
 

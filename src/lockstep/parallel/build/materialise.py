@@ -197,10 +197,7 @@ def _is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 def _sent_by_rank_0(
-    skeleton: nn.Module,
-    source: dict[str, torch.Tensor] | None,
-    device: torch.device,
-    names: Collection[str] | None,
+    skeleton: nn.Module, source: dict[str, torch.Tensor] | None, device: torch.device, names: Collection[str] | None
 ) -> Tensors:
     """The full tensors of rank 0's model on every rank, one at a time, so that no rank ever holds two."""
     for name, shape in named_tensors(skeleton):

@@ -30,11 +30,7 @@ class Links:
     """
 
     def __init__(
-        self,
-        rank: int,
-        peers: Sequence[int],
-        groups: dict[tuple[int, int], dist.ProcessGroup],
-        device: torch.device,
+        self, rank: int, peers: Sequence[int], groups: dict[tuple[int, int], dist.ProcessGroup], device: torch.device
     ) -> None:
         self._rank = rank
         self._peers = peers

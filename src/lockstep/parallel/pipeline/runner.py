@@ -137,11 +137,7 @@ class Passage:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        work: MicroBatches,
-        rehearsals: Sequence[Rehearsal],
-        now: Callable[[], Moment] = float,
+        self, pipeline: Pipeline, work: MicroBatches, rehearsals: Sequence[Rehearsal], now: Callable[[], Moment] = float
     ) -> None:
         self._pipeline = pipeline
         self._work = work

@@ -27,7 +27,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OF_MODULES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
-class Cut(BaseException):
+class LeftAtCut(BaseException):
     """The forward has come to the next stage. No Exception: code of the user's that catches those must not see it."""
 
 
@@ -78,7 +78,7 @@ class Stage(nn.Module):
             # A forward that is left half-way may have switched gradients off.
             with watch, torch.set_grad_enabled(torch.is_grad_enabled()):
                 result = call(self.model)
-        except Cut:
+        except LeftAtCut:
             return tuple(self._leaving(watch, number) for number in leaving)
         finally:
             self._watch, self._received = None, ()
@@ -124,7 +124,7 @@ class Stage(nn.Module):
                 if watch.at != number - 1:
                     raise another_path(f"called {self._parts[number]} after {self._parts[watch.at]}")
                 if number == self.end:
-                    raise Cut
+                    raise LeftAtCut
                 watch.at = number
                 if number < self.first:  # its hooks run, and may keep what the part returns
                     output = call_of(module)(*args, **kwargs)

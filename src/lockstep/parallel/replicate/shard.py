@@ -216,12 +216,7 @@ class ShardedGradients(GradientSync):
     counts_unused = False
 
     def __init__(
-        self,
-        model: FSDPModule,
-        units: Sequence[FSDPModule],
-        comm: Comm,
-        numerics: NumericsConfig,
-        keeps_gathered: bool,
+        self, model: FSDPModule, units: Sequence[FSDPModule], comm: Comm, numerics: NumericsConfig, keeps_gathered: bool
     ) -> None:
         super().__init__()
         self._model = model

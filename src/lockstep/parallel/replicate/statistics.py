@@ -145,10 +145,7 @@ class RunningStatistics:
             batches = theirs[offset + size] - self._before[offset + size]
             decay = (1.0 - layer.momentum) ** batches
             part = slice(offset, offset + size)
-            parts += [
-                theirs[part] + decay * (total[part] - self._before[part]),
-                (total[offset + size] + batches)[None],
-            ]
+            parts += [theirs[part] + decay * (total[part] - self._before[part]), (total[offset + size] + batches)[None]]
             offset += size + 1
         return torch.cat(parts)
 

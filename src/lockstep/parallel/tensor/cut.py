@@ -23,12 +23,7 @@ from lockstep.follow.forward import Functions
 from lockstep.follow.values import is_fake
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import gather_into, scatter_sums_into
-from lockstep.runtime.torch_private import (
-    DisableTorchFunction,
-    DisableTorchFunctionSubclass,
-    functional,
-    group_by_name,
-)
+from lockstep.runtime.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, functional, group_by_name
 
 Parts = tuple[int, ...]
 
@@ -277,27 +272,27 @@ def without_cuts(tree: Any, change: Callable[[torch.Tensor], torch.Tensor] = who
     return tree
 
 
-def apart(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+def take_apart(tree: Any) -> tuple[Any, tuple[Any, ...]]:
     """A value with its tensors plain, and where each of them is cut, in order; in tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         return plain(tree), (along_of(tree),)
     if type(tree) in (tuple, list):
-        pairs = [apart(one) for one in tree]
+        pairs = [take_apart(one) for one in tree]
         return type(tree)([part for part, _ in pairs]), tuple([along for _, along in pairs])
     if type(tree) is dict:
-        found = {key: apart(one) for key, one in tree.items()}
+        found = {key: take_apart(one) for key, one in tree.items()}
         return {key: pair[0] for key, pair in found.items()}, tuple([pair[1] for pair in found.values()])
     return tree, ()
 
 
-def marked_again(tree: Any, along: tuple[Any, ...]) -> Any:
-    """The value that was taken `apart`."""
+def put_cuts_back(tree: Any, along: tuple[Any, ...]) -> Any:
+    """The value that was taken apart."""
     if isinstance(tree, torch.Tensor):
         return mark(tree, along[0]) if along[0] else tree
     if type(tree) in (tuple, list):
-        return type(tree)([marked_again(one, own) for one, own in zip(tree, along, strict=True)])
+        return type(tree)([put_cuts_back(one, own) for one, own in zip(tree, along, strict=True)])
     if type(tree) is dict:
-        return {key: marked_again(one, own) for (key, one), own in zip(tree.items(), along, strict=True)}
+        return {key: put_cuts_back(one, own) for (key, one), own in zip(tree.items(), along, strict=True)}
     return tree
 
 

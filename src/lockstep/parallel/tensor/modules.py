@@ -146,12 +146,7 @@ def own_part(parameter: torch.Tensor, cut: Along) -> nn.Parameter:
 
 
 def _forward_of(role: Role, axis: Axis, _: Forward) -> Forward:
-    bodies: dict[str, Callable[..., Any]] = {
-        "column": column,
-        "row": row,
-        "vocabulary": vocabulary,
-        "heads": heads,
-    }
+    bodies: dict[str, Callable[..., Any]] = {"column": column, "row": row, "vocabulary": vocabulary, "heads": heads}
     body = bodies[role.kind]
 
     def cut_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -162,8 +157,8 @@ def _forward_of(role: Role, axis: Axis, _: Forward) -> Forward:
 
 def column(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Tensor:
     """A matrix of which this rank has some columns: it returns some of the values."""
-    result = F.linear(gathered(input, axis), _matrix(module), module.bias)
-    return marked(result, Along(axis, result.dim() - 1, parts, _origins(axis, module)))
+    result = F.linear(gather_tokens(input, axis), _matrix(module), module.bias)
+    return add_cut(result, Along(axis, result.dim() - 1, parts, _origins(axis, module)))
 
 
 def row(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Tensor:
@@ -171,7 +166,7 @@ def row(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> torch.Ten
     part = plain(input)
     if along_axis(input, axis.name) is None:
         part = take(part, Along(axis, input.dim() - 1, parts))
-    result = joined(F.linear(mark(part, along_others(input, axis.name)), _matrix(module)), axis)
+    result = reduce_products(F.linear(mark(part, along_others(input, axis.name)), _matrix(module)), axis)
     return result if module.bias is None else result + module.bias
 
 
@@ -182,30 +177,38 @@ def vocabulary(module: Any, axis: Axis, parts: Parts, input: torch.Tensor) -> to
     padding = module.padding_idx
     own_padding = padding - first if padding is not None and first <= padding < first + count else None
     found = F.embedding((input - first).masked_fill(elsewhere, 0), module.weight, own_padding)
-    return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
+    return sum_over(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), axis)
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of torch's own attention module. `is_causal` is only a hint: the mask is there."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_padding_mask: torch.Tensor | None = None
+    need_weights: bool = True
+    attn_mask: torch.Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
 
 
 def heads(
     module: nn.MultiheadAttention,
     axis: Axis,
     parts: Parts,  # noqa: ARG001 - as the others
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_padding_mask: torch.Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: torch.Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,  # noqa: ARG001 - only a hint: the mask is there
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """torch's own attention module, on this rank's heads. Its forward hands the matrices to one large function."""
+    call = AttentionCall(*args, **kwargs)
     along = partial(Along, axis, parts=(module.embed_dim,), origins=_origins(axis, module))
     is_cut = axis.size > 1 or axis.observer is not None
-    query, key, value = (gathered(one, axis) for one in (query, key, value))
-    batched = query.dim() == 3
+    query, key, value = (gather_tokens(one, axis) for one in (call.query, call.key, call.value))
+    padding, batched = call.key_padding_mask, query.dim() == 3
     if not batched:
         query, key, value = (one.unsqueeze(1) for one in (query, key, value))
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        padding = None if padding is None else padding.unsqueeze(0)
     if not module.batch_first or not batched:
         query, key, value = (one.transpose(0, 1) for one in (query, key, value))
     joint: torch.Tensor | None = module.in_proj_weight
@@ -215,23 +218,23 @@ def heads(
     parted = []
     for one, matrix, bias in zip((query, key, value), matrices, biases, strict=True):
         values = F.linear(one, matrix, bias)
-        values = marked(values, along(values.dim() - 1)) if is_cut else values
+        values = add_cut(values, along(values.dim() - 1)) if is_cut else values
         parted.append(values.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2))
-    mask = _bias(module, attn_mask, key_padding_mask, query.dtype, query.shape[0])
+    mask = _bias(module, call.attn_mask, padding, query.dtype, query.shape[0])
     p = module.dropout if module.training else 0.0
     weights = None
-    if need_weights:
+    if call.need_weights:
         scores = parted[0] @ parted[1].transpose(-1, -2) / math.sqrt(module.head_dim)
         scores = scores if mask is None else scores + mask
         shares = F.dropout(scores.softmax(-1), p, p > 0)
         mixed = shares @ parted[2]
-        weights = _of_all_heads(shares, axis, average_attn_weights)
+        weights = _of_all_heads(shares, axis, call.average_attn_weights)
         weights = weights if batched else weights.squeeze(0)
     else:
         mixed = F.scaled_dot_product_attention(parted[0], parted[1], parted[2], mask, p)
     mixed = mixed.permute(2, 0, 1, 3).flatten(2)  # as torch lays it out in memory, which dropout masks depend on
     mixed = mark(plain(mixed), along_others(mixed, axis.name))
-    result = joined(F.linear(mixed, module.out_proj.weight), axis)
+    result = reduce_products(F.linear(mixed, module.out_proj.weight), axis)
     if module.out_proj.bias is not None:
         result = result + module.out_proj.bias
     if module.batch_first and batched:
@@ -271,24 +274,24 @@ def _of_all_heads(shares: torch.Tensor, axis: Axis, average: bool) -> torch.Tens
     return mark(add_up(mean, axis), [one.at(one.dim - 1) for one in along_others(shares, axis.name)])
 
 
-def marked(part: torch.Tensor, along: Along) -> torch.Tensor:
+def add_cut(part: torch.Tensor, along: Along) -> torch.Tensor:
     """A tensor, cut along one more dim."""
     return mark(plain(part), (*along_of(part), along))
 
 
-def joined(part: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_products(part: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over ranks of what a matrix cut by rows returns: on each of them, or, where the axis says so, apart.
 
     Apart means that each rank keeps some tokens, and norms and residuals work on those (sequence parallelism).
     """
     length = 1 if part.dim() < 3 else list(part.shape)[1]
     if not axis.sequence or length % axis.size or length == 1 or any(one.dim == 1 for one in along_of(part)):
-        return summed(part, axis)
+        return sum_over(part, axis)
     along = Along(axis, 1, (length,))
     return mark(add_up_apart(plain(part), along), (*along_of(part), along))
 
 
-def gathered(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gather_tokens(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A tensor of whose tokens ranks have some each, with all of them: once for all matrices that take it in."""
     if along_axis(value, axis.name) is None:
         return value
@@ -299,7 +302,7 @@ def gathered(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     return whole
 
 
-def summed(part: torch.Tensor, axis: Axis) -> torch.Tensor:
+def sum_over(part: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the ranks of an axis, of a tensor that may be cut along another one."""
     return mark(add_up(plain(part), axis), along_of(part))
 

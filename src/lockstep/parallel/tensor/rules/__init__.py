@@ -48,7 +48,7 @@ def _attribute(func: Any, value: torch.Tensor) -> Any:
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
         return torch.Size(whole_shape(value))
     if func == torch.Tensor.T.__get__:  # type: ignore[attr-defined]
-        return shapes.permuted(value, range(value.dim())[::-1])
+        return shapes.permute_whole(value, range(value.dim())[::-1])
     if func == torch.Tensor.mT.__get__:  # type: ignore[attr-defined]
         return shapes.swap_dims(torch.transpose, (value, -2, -1), {})
     if func == torch.Tensor.H.__get__ or func == torch.Tensor.mH.__get__:  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.parallel.tensor.cut import Along, add_up, all_reduce, along_of, mark, plain
-from lockstep.parallel.tensor.rules.operands import arguments, cannot, common, taken
+from lockstep.parallel.tensor.rules.operands import arguments, cannot, merge_cuts, take_alike
 
 
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,12 +36,12 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return cannot(by_class, "cross_entropy has class weights or label smoothing")
     by_sample = [one for one in along_of(logits) if one.dim != classes]
     shifted = [one.at(one.dim - (one.dim > classes)) for one in by_sample]
-    along = common([*shifted, *along_of(target)], -1)
+    along = merge_cuts([*shifted, *along_of(target)], -1)
     if along is NotImplemented:
         return NotImplemented
-    counted = taken(target, [one.at(one.dim - target.dim()) for one in along])
+    counted = take_alike(target, [one.at(one.dim - target.dim()) for one in along])
     rows = [one.at((one.dim + (one.dim >= classes and logits.dim() > 1)) - logits.dim()) for one in along]
-    part = taken(mark(plain(logits), by_sample), rows)
+    part = take_alike(mark(plain(logits), by_sample), rows)
     if by_class:
         losses = _ClassLoss.apply(part, counted, by_class[0], classes, ignored)
     else:

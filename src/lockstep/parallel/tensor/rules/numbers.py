@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.parallel.tensor.cut import Along, add_up, along_of, mark, plain, whole_shape, without_cuts
-from lockstep.parallel.tensor.rules.operands import arguments, cannot, cut_like, flat, taken
+from lockstep.parallel.tensor.rules.operands import arguments, cannot, cut_like, flat_sizes, take_alike
 from lockstep.parallel.tensor.rules.shapes import chunk
 
 # fmt: off
@@ -45,7 +45,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = [_with_origins(one, tensors) for one in along]
 
     def own(value: Any) -> Any:
-        return taken(cut_like(value, along), along) if isinstance(value, torch.Tensor) else value
+        return take_alike(cut_like(value, along), along) if isinstance(value, torch.Tensor) else value
 
     for one in along:
         for tensor in tensors:
@@ -89,7 +89,7 @@ def random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """`randn_like` and friends draw for the whole, too."""
     value = args[0]
     drawn = func(_ones_like_whole(value), *args[1:], **kwargs)
-    return mark(taken(drawn, [one.at(one.dim - value.dim()) for one in along_of(value)]), along_of(value))
+    return mark(take_alike(drawn, [one.at(one.dim - value.dim()) for one in along_of(value)]), along_of(value))
 
 
 def along_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ def along_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     dims = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else DEFAULT_DIM.get(func.__name__)))
     if func.__name__ == "flip" and len(args) > 1:
-        dims = flat(args[1:])
+        dims = flat_sizes(args[1:])
     elif func.__name__ == "normalize":
         dims = kwargs.get("dim", args[2] if len(args) > 2 else 1)
     elif func.__name__ in ("topk", "roll"):

@@ -45,7 +45,7 @@ def cut_like(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
     return mark(part, rest)
 
 
-def taken(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
+def take_alike(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
     """This rank's plain part of an operand that is cut like `along` (dims from the last one), or not cut there yet."""
     part = plain(value)
     done = {one.axis.name for one in along_of(value)}
@@ -55,7 +55,7 @@ def taken(value: torch.Tensor, along: Sequence[Along]) -> torch.Tensor:
     return part
 
 
-def common(all_along: Sequence[Along], free: int) -> Any:
+def merge_cuts(all_along: Sequence[Along], free: int) -> Any:
     """The cuts of several tensors that have to be alike, but for the parts of one dim."""
     found: list[Along] = []
     for one in all_along:
@@ -75,7 +75,7 @@ def parts_at(value: torch.Tensor, axis: Axis, dim: int) -> Parts:
     return (whole_shape(value)[dim],) if cut is None else cut.parts
 
 
-def applied(rule: Rule, func: Any, *args: Any) -> Any:
+def apply_rule(rule: Rule, func: Any, *args: Any) -> Any:
     """A function by its rule, or as it is where nothing is cut."""
     return rule(func, args, {}) if cuts_in(args) else func(*args)
 
@@ -89,6 +89,6 @@ def arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str],
     ]
 
 
-def flat(sizes: Sequence[Any]) -> list[int]:
+def flat_sizes(sizes: Sequence[Any]) -> list[int]:
     """Sizes that were given as a tuple, or one by one."""
     return list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)

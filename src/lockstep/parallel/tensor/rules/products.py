@@ -21,7 +21,7 @@ from lockstep.parallel.tensor.cut import (
     whole_shape,
 )
 from lockstep.parallel.tensor.rules.numbers import along_dim, dropout, pointwise
-from lockstep.parallel.tensor.rules.operands import applied, arguments, cannot, cut_like, taken
+from lockstep.parallel.tensor.rules.operands import apply_rule, arguments, cannot, cut_like, take_alike
 from lockstep.parallel.tensor.rules.shapes import repeat_interleave, swap_dims
 from lockstep.runtime.torch_private import causal_lower_right_attention
 
@@ -104,10 +104,10 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if result is NotImplemented:
         return result
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    result = applied(pointwise, torch.mul, result, alpha)
+    result = apply_rule(pointwise, torch.mul, result, alpha)
     if beta == 0:  # whatever is in there
         return result
-    return applied(pointwise, torch.add, applied(pointwise, torch.mul, value, beta), result)
+    return apply_rule(pointwise, torch.add, apply_rule(pointwise, torch.mul, value, beta), result)
 
 
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +161,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keys.append(plain(operand))
     if bias is not None:
         by_query = [one.at(one.dim - query.dim()) for one in (*by_head, *by_row)]
-        bias = taken(cut_like(bias, by_query), by_query)
+        bias = take_alike(cut_like(bias, by_query), by_query)
     part, options = plain(query), {"scale": scale, "enable_gqa": grouped}
     if causal and by_row:
         result = _causal_rows(func, part, keys[0], keys[1], by_row[0], options)
@@ -209,28 +209,28 @@ def _attention_with_dropout(
 
     if grouped:
         times = whole_shape(query)[-3] // whole_shape(key)[-3]
-        repeated = [applied(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value)]
+        repeated = [apply_rule(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value)]
         if any(one is NotImplemented for one in repeated):
             return NotImplemented
         key, value = repeated
     factor = 1 / math.sqrt(whole_shape(query)[-1]) if scale is None else scale
-    scores = applied(matmul, torch.matmul, query, applied(swap_dims, torch.transpose, key, -2, -1))
+    scores = apply_rule(matmul, torch.matmul, query, apply_rule(swap_dims, torch.transpose, key, -2, -1))
     if scores is NotImplemented:
         return NotImplemented
-    scores = applied(pointwise, torch.mul, scores, factor)
+    scores = apply_rule(pointwise, torch.mul, scores, factor)
     if causal:
         rows, columns = whole_shape(scores)[-2:]
         seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
-        scores = applied(pointwise, torch.Tensor.masked_fill, scores, ~seen, -math.inf)
+        scores = apply_rule(pointwise, torch.Tensor.masked_fill, scores, ~seen, -math.inf)
     elif bias is not None and bias.dtype == torch.bool:
-        hidden = applied(pointwise, torch.logical_not, bias)
-        scores = applied(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
+        hidden = apply_rule(pointwise, torch.logical_not, bias)
+        scores = apply_rule(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
     elif bias is not None:
-        scores = applied(pointwise, torch.add, scores, bias)
+        scores = apply_rule(pointwise, torch.add, scores, bias)
     if scores is NotImplemented:
         return NotImplemented
-    weights = applied(along_dim, torch.softmax, scores, -1)
+    weights = apply_rule(along_dim, torch.softmax, scores, -1)
     if weights is NotImplemented:
         return NotImplemented
-    weights = applied(dropout, F.dropout, weights, p)
-    return applied(matmul, torch.matmul, weights, value)
+    weights = apply_rule(dropout, F.dropout, weights, p)
+    return apply_rule(matmul, torch.matmul, weights, value)

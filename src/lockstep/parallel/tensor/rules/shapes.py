@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.parallel.tensor.cut import Along, Parts, along_of, mark, plain, whole_shape
-from lockstep.parallel.tensor.rules.operands import arguments, cannot, common, flat, parts_at, taken
+from lockstep.parallel.tensor.rules.operands import arguments, cannot, flat_sizes, merge_cuts, parts_at, take_alike
 
 
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -18,12 +18,12 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, *sizes = args
     if kwargs or (sizes and isinstance(sizes[0], torch.dtype)):
         return NotImplemented
-    return reshaped(value, flat(sizes))
+    return reshape_whole(value, flat_sizes(sizes))
 
 
 def reshape_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`view_as` and `reshape_as`."""
-    return reshaped(args[0], whole_shape(args[1]))
+    return reshape_whole(args[0], whole_shape(args[1]))
 
 
 def flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, start, end = arguments(args, kwargs, ("input", "start_dim", "end_dim"), (None, 0, -1))
     shape = whole_shape(value)
     start, end = start % len(shape), end % len(shape)
-    return reshaped(value, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+    return reshape_whole(value, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
 def unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,10 +42,10 @@ def unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sizes = list(sizes)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
-    return reshaped(value, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+    return reshape_whole(value, [*shape[:dim], *sizes, *shape[dim + 1 :]])
 
 
-def reshaped(value: torch.Tensor, target: Sequence[int]) -> Any:
+def reshape_whole(value: torch.Tensor, target: Sequence[int]) -> Any:
     """A tensor in another shape. Which of the new dims are cut follows from the order of the numbers."""
     shape, sizes = whole_shape(value), list(target)
     if -1 in sizes:
@@ -102,14 +102,14 @@ def swap_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, one, other = arguments(args, kwargs, ("input", "dim0", "dim1"), (None, 0, 1))
     order = list(range(value.dim()))
     order[one], order[other] = order[other], order[one]
-    return permuted(value, order)
+    return permute_whole(value, order)
 
 
 def permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`permute`, to an order of all dims."""
     if kwargs:
         return NotImplemented
-    return permuted(args[0], [dim % args[0].dim() for dim in flat(args[1:])])
+    return permute_whole(args[0], [dim % args[0].dim() for dim in flat_sizes(args[1:])])
 
 
 def movedim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,10 +118,10 @@ def movedim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sources, targets = ([x] if isinstance(x, int) else list(x) for x in (source, target))
     places = {to % value.dim(): dim % value.dim() for dim, to in zip(sources, targets, strict=True)}
     rest = iter([dim for dim in range(value.dim()) if dim not in places.values()])
-    return permuted(value, [places[dim] if dim in places else next(rest) for dim in range(value.dim())])
+    return permute_whole(value, [places[dim] if dim in places else next(rest) for dim in range(value.dim())])
 
 
-def permuted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def permute_whole(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """A tensor with its dims in another order."""
     return mark(plain(value).permute(*order), [one.at(list(order).index(one.dim)) for one in along_of(value)])
 
@@ -149,7 +149,7 @@ def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """To larger sizes of dims that have size 1."""
     value, *sizes = *args, *kwargs.values()
-    own = list(whole_shape(sizes[0]) if isinstance(sizes[0], torch.Tensor) else flat(sizes))
+    own = list(whole_shape(sizes[0]) if isinstance(sizes[0], torch.Tensor) else flat_sizes(sizes))
     more = len(own) - value.dim()
     along = [one.at(one.dim + more) for one in along_of(value)]
     for one in along:
@@ -159,7 +159,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies behind each other, not along a dim that is cut."""
-    value, times = args[0], list(flat(args[1:]))
+    value, times = args[0], list(flat_sizes(args[1:]))
     more = len(times) - value.dim()
     along = [one.at(one.dim + more) for one in along_of(value)]
     if any(times[one.dim] != 1 for one in along):
@@ -319,7 +319,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values, dim = arguments(args, kwargs, ("tensors", "dim"), (None, 0))
     values = [value for value in values if value.dim() > 1 or value.numel()]  # torch takes empty ones of any shape
     dim %= values[0].dim()
-    along = common([one for value in values for one in along_of(value)], dim)
+    along = merge_cuts([one for value in values for one in along_of(value)], dim)
     if along is NotImplemented:
         return NotImplemented
     parts = []
@@ -327,7 +327,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here = [one.at(one.dim, (whole_shape(value)[dim],)) if one.dim == dim else one for one in along]
         if any(length % one.axis.chunks for one in here if one.dim == dim for length in one.parts):
             return NotImplemented
-        parts.append(taken(value, [one.at(one.dim - value.dim()) for one in here]))
+        parts.append(take_alike(value, [one.at(one.dim - value.dim()) for one in here]))
     joined = [
         one.at(dim, tuple(p for value in values for p in parts_at(value, one.axis, dim))) if one.dim == dim else one
         for one in along
@@ -338,11 +338,11 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Beside each other, along a new dim."""
     values, dim = arguments(args, kwargs, ("tensors", "dim"), (None, 0))
-    along = common([one for value in values for one in along_of(value)], -1)
+    along = merge_cuts([one for value in values for one in along_of(value)], -1)
     if along is NotImplemented:
         return NotImplemented
     dim %= values[0].dim() + 1
-    parts = [taken(value, [one.at(one.dim - value.dim()) for one in along]) for value in values]
+    parts = [take_alike(value, [one.at(one.dim - value.dim()) for one in along]) for value in values]
     return mark(torch.stack(parts, dim), [one.at(one.dim + (dim <= one.dim)) for one in along])
 
 
