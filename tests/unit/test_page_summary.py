@@ -14,7 +14,7 @@ from lockstep.page.advice.choose import advise
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.reading.summary import Compared, Summary
 from lockstep.page.sections.headline import headline
-from lockstep.record.state import State
+from lockstep.record.run_state import State
 from tests.events import Event
 from tests.runs import BEGIN, GB, Made, run_events, write_run
 

@@ -14,7 +14,7 @@ import pytest
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.serve import follow as follow_page
 from lockstep.record.folder import existing_runs, look_back
-from lockstep.record.state import SILENCE, State
+from lockstep.record.run_state import SILENCE, State
 from lockstep.sinks import tracking
 from lockstep.sinks.closing import closing_rows
 from lockstep.sinks.watch_view import Screen, view

@@ -77,8 +77,8 @@ def test_every_rank_has_a_bar_of_compute_input_and_wait():
     [first] = [number for number, line in enumerate(shown) if line.startswith("4 ranks, 200 ms a step")]
     ranks = shown[first + 1 : first + 5]
     assert [line[:6] for line in ranks] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    assert ranks[0].endswith("  42 %   2 %  55 %")
-    assert ranks[1].endswith("  92 %   2 %   5 %")
+    assert ranks[0].endswith("  43 %   3 %  55 %")
+    assert ranks[1].endswith("  93 %   3 %   5 %")
     bar = ranks[1][7:-18]
     assert (bar.count("█"), len(bar)) == (31, 34)  # of 34, 92.5 %
 
@@ -99,7 +99,7 @@ def test_a_gpu_that_nobody_uses_is_named():
 def test_how_busy_a_host_is_and_how_much_of_it_is_the_runs_are_told_apart():
     """The share is that of all its cores, of which the run may use a few."""
     shown = lines(watched(Made(steps=5, ranks=1, cores=8)))
-    assert "CPUs of node1  12 % busy  10 GB of 64 GB  the run may use 8 cores" in shown
+    assert "CPUs of node1  13 % busy  10 GB of 64 GB  the run may use 8 cores" in shown
 
 
 def test_a_failure_a_restart_and_the_end_are_told_apart():

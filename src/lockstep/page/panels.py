@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lockstep.record.state import State
+from lockstep.record.run_state import State
 
 NO_ADVICE = "Nothing stands out."
 Number = float | None

@@ -21,7 +21,7 @@ from lockstep.config.schema import Config, LaunchConfig, script_config
 from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, nearest, reason
 from lockstep.record.failure import short_host
-from lockstep.record.state import RunState, read_state
+from lockstep.record.run_state import RunState, read_state
 from lockstep.runtime.slurm_env import Allocation, find_allocation
 
 CONFIG = "config.toml"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from lockstep.record.folder import EVENTS, REPORT
-from lockstep.text.console_text import printable
 from lockstep.text.units import (
     beside_prediction,
     bytes_text,
@@ -23,6 +22,7 @@ from lockstep.text.units import (
     energy_text,
     loss_text,
     percent,
+    printable,
     seconds_text,
     share_text,
 )

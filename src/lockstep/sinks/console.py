@@ -26,8 +26,7 @@ from lockstep.record.events import (
     TestEvent,
     ValidationEvent,
 )
-from lockstep.text.console_text import clock, number, printable
-from lockstep.text.units import beside_prediction, bytes_text, count_text, seconds_text
+from lockstep.text.units import beside_prediction, bytes_text, clock, count_text, printable, seconds_text, steady
 
 BAR_WIDTH = 24
 HEAD_FIELDS = ("time", "kind", "attempt")
@@ -81,7 +80,7 @@ class Console:
                 self._line(f"step {event['step']} | saved {event['path']} ({size}){best}", "dim")
             case "baseline":
                 self._baseline = (event["name"], event["loss"])
-                self._line(f"{event['name']} baseline: loss {number(event['loss'])}")
+                self._line(f"{event['name']} baseline: loss {steady(event['loss'])}")
             case "sample":
                 self._line(f"step {event['step']} | sample:", "dim")
                 self._line(textwrap.indent(event["prompt"] + event["text"], "  "))
@@ -178,7 +177,7 @@ class Console:
 
     def _detail_texts(self, step: StepEvent) -> list[str]:
         """What there is to say about the latest step, the most wanted first."""
-        texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
+        texts = ["skipped" if step["skipped"] else f"loss {steady(step['loss'])}"]
         if self._pace.recent_seconds > 0:
             rate = self._pace.recent_items / self._pace.recent_seconds
             texts.append(f"{count_text(rate)} {self._start['item'] if self._start else 'items'}/s")
@@ -259,16 +258,16 @@ def start_text(start: StartEvent) -> str:
 
 def _end_text(end: EndEvent, validation: ValidationEvent | None, baseline: tuple[str, float] | None) -> str:
     steps = f"{end['step']} step{'s' * (end['step'] != 1)}"
-    done = f"done: {steps} in {clock(end['seconds'])}, training loss {number(end['loss'])}"
+    done = f"done: {steps} in {clock(end['seconds'])}, training loss {steady(end['loss'])}"
     if validation is None:
         return done
-    parts = [f"validation loss {number(validation['loss'])}"]
+    parts = [f"validation loss {steady(validation['loss'])}"]
     if baseline is not None:
         name, loss = baseline
-        parts[0] += f", {name} baseline {number(loss)}: {'' if validation['loss'] < loss else 'not '}below it"
+        parts[0] += f", {name} baseline {steady(loss)}: {'' if validation['loss'] < loss else 'not '}below it"
     parts += _metric_texts(end["metrics"])
     if end["best_loss"] is not None and end["best_step"] != end["step"]:
-        parts.append(f"best {number(end['best_loss'])} at step {end['best_step']}")
+        parts.append(f"best {steady(end['best_loss'])} at step {end['best_step']}")
     return done + "\n" + " | ".join(parts)
 
 
@@ -291,7 +290,7 @@ def _progress_text(step: StepEvent, total: int | None) -> str:
 
 def score_texts(event: ValidationEvent | TestEvent) -> list[str]:
     """The loss and the metrics of a validation or test event."""
-    return [f"{event['kind']} loss {number(event['loss'])}", *_metric_texts(event["metrics"])]
+    return [f"{event['kind']} loss {steady(event['loss'])}", *_metric_texts(event["metrics"])]
 
 
 def _test_text(test: TestEvent) -> str:
@@ -306,7 +305,7 @@ def _metric_texts(metrics: dict[str, MetricTold]) -> list[str]:
         if is_share and math.isclose(metric["value"], hits / count):
             texts.append(f"{name} {100 * metric['value']:.1f} % ({hits:.0f}/{count:.0f})")
         elif count:
-            texts.append(f"{name} {number(metric['value'])}")
+            texts.append(f"{name} {steady(metric['value'])}")
     return texts
 
 

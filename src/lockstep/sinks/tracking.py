@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from lockstep.record.events import Event, settled
 from lockstep.record.folder import EVENTS
 from lockstep.record.log import LogReader
-from lockstep.record.state import RunState
+from lockstep.record.run_state import RunState
 from lockstep.sinks.scalars import Numbers
 
 SECONDS_BETWEEN_LOOKS = 1.0

@@ -13,8 +13,7 @@ from lockstep.record.events import GpuTold, HostTold
 from lockstep.sinks.console import score_texts, start_text
 from lockstep.sinks.watched import Watched
 from lockstep.text.charts import Series, terminal_chart
-from lockstep.text.console_text import clock, number, printable
-from lockstep.text.units import bytes_text, count_text, percent, seconds_text
+from lockstep.text.units import bytes_text, clock, count_text, percent, printable, seconds_text, steady
 
 MOST_RANKS = 16
 SLOWEST_SHOWN = 8
@@ -100,7 +99,7 @@ def _head(name: str, run: Watched, now: float, screen: Screen) -> list[Text]:
         lines.append(Text(printable(start_text(run.start)), "dim"))
     lines += _wrapped(_numbers(run), screen.width)
     if run.validation is not None:
-        best = [f"best {number(run.best[0])} at step {run.best[1]}"] if run.best else []
+        best = [f"best {steady(run.best[0])} at step {run.best[1]}"] if run.best else []
         lines += _wrapped([f"step {run.validation['step']}:", *score_texts(run.validation), *best], screen.width)
     if run.test is not None:
         lines += _wrapped(score_texts(run.test), screen.width)
@@ -111,12 +110,12 @@ def _numbers(run: Watched) -> list[str]:
     step = run.step
     if step is None:
         return []
-    texts = ["skipped" if step["skipped"] else f"loss {number(step['loss'])}"]
+    texts = ["skipped" if step["skipped"] else f"loss {steady(step['loss'])}"]
     if run.pace.recent_seconds > 0:
         item = run.start["item"] if run.start else "items"
         texts.append(f"{count_text(run.pace.recent_items / run.pace.recent_seconds)} {item}/s")
         texts.append(f"{seconds_text(run.pace.recent_seconds / run.pace.recent_steps)} a step")
-    texts += [f"lr {step['lr']:.3g}", f"grad norm {number(step['grad_norm'])}", f"epoch {step['epoch']:.2f}"]
+    texts += [f"lr {step['lr']:.3g}", f"grad norm {steady(step['grad_norm'])}", f"epoch {step['epoch']:.2f}"]
     return texts + [f"{printable(name)} {value:.4g}" for name, value in run.logged.items() if name != "loss"]
 
 

@@ -21,10 +21,9 @@ from lockstep.record.events import (
     ValidationEvent,
     settled,
 )
-from lockstep.record.state import SILENT_STEPS, RunState
+from lockstep.record.run_state import SILENT_STEPS, RunState
 from lockstep.sinks.console import Pace
-from lockstep.text.console_text import clock
-from lockstep.text.units import how_many
+from lockstep.text.units import clock, how_many
 
 MOST_POINTS = 1024
 SECONDS_FOR_A_VERDICT = 10.0

@@ -10,7 +10,7 @@ from lockstep.page.reading.run_data import Digest
 from lockstep.page.reading.summary import Summary
 from lockstep.record.folder import EVENTS
 from lockstep.record.log import LogReader
-from lockstep.record.state import GOES_ON
+from lockstep.record.run_state import GOES_ON
 
 
 class RunReader:

@@ -36,7 +36,7 @@ from lockstep.page.reading.starts import Attempt, started_of
 from lockstep.page.reading.steps import FIELDS, Steps, pack, values_of
 from lockstep.page.reading.summary import StragglerSummary
 from lockstep.record.log import LATEST
-from lockstep.record.state import ENDINGS, NO_WORD, JobWord
+from lockstep.record.run_state import ENDINGS, NO_WORD, JobWord
 from lockstep.text.units import duration_text, loss_text, seconds_text
 
 MOST_ATTEMPTS = 10_000

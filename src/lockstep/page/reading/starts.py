@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.page.reading.damage import Fields, cut, inner, text, whole, whole_or_none
 from lockstep.page.reading.summary import AttemptSummary
-from lockstep.record.state import AttemptState
+from lockstep.record.run_state import AttemptState
 
 
 @dataclass(frozen=True)

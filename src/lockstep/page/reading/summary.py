@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.record.state import State
+from lockstep.record.run_state import State
 
 
 @dataclass(frozen=True)

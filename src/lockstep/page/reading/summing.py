@@ -15,7 +15,7 @@ from lockstep.page.reading.series import Array
 from lockstep.page.reading.starts import Attempt
 from lockstep.page.reading.steps import Columns
 from lockstep.page.reading.summary import Summary, TimeSpent
-from lockstep.record.state import GOES_ON, State, state_of
+from lockstep.record.run_state import GOES_ON, State, state_of
 
 WARM_UP = 2
 """The first steps of an attempt, which compile and fill caches: left out of medians where there are others."""

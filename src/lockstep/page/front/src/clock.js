@@ -64,7 +64,7 @@ export function onClock(listener) {
 export function momentText(time, start) {
   return byClock
     ? clockText(time, 1, true)
-    : `${time < start ? "−" : "+"}${duration(Math.abs(time - start))}`.replace("+0 s", "start");
+    : `${time < start ? "−" : "+"}${duration(Math.round(Math.abs(time - start)))}`.replace("+0 s", "start");
 }
 
 /** @param {number} time */

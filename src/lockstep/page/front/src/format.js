@@ -33,8 +33,17 @@ const NONE = "–";
 const ROUNDED_UP = 0.9995;
 /** @type {[number, string][]} */
 const HUNDRED = [[0.01, "%"]];
+/** @type {Record<string, string>} */
+const ZEROS = { share: "%", count: "" };
+/** @type {[number, string, number, string][]} */
+const DURATIONS = [
+  [86400, "d", 3600, "h"],
+  [3600, "h", 60, "min"],
+  [60, "min", 1, "s"],
+];
+const LONGEST_IN_SECONDS = 120;
 
-/** @typedef {"" | "s" | "B" | "B/s" | "share" | "W" | "flop/s" | "/s" | "items"} Unit */
+/** @typedef {"" | "s" | "B" | "B/s" | "share" | "W" | "flop/s" | "/s" | "items" | "count"} Unit */
 
 /**
  * @param {Unit} unit
@@ -43,6 +52,7 @@ const HUNDRED = [[0.01, "%"]];
 function scales(unit) {
   if (unit === "B" || unit === "B/s") return BYTES.map(([size, name]) => [size, unit === "B" ? name : `${name}/s`]);
   if (unit === "s") return SECONDS;
+  if (unit === "count") return PREFIXES;
   if (unit === "share") return HUNDRED;
   if (unit === "items") return [[1, ""]];
   return PREFIXES.map(([size, name]) => [size, name + unit]);
@@ -71,7 +81,7 @@ export function plain(value, digits = 4) {
       .toExponential(digits - 2)
       .replace(/\.?0+e/, "e")
       .replace("e+", "e");
-  if (size >= 10 ** (digits - 1)) return grouped(Math.round(value));
+  if (size >= 10 ** (digits - 1)) return grouped(value.toFixed(0));
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -91,9 +101,9 @@ export function amount(value, unit) {
   if (value === null || value === undefined) return NONE;
   if (unit === "") return plain(value);
   if (unit === "items") return grouped(value);
-  if (value === 0) return `0 ${unit === "share" ? "%" : unit}`;
-  if (unit === "s" && Math.abs(value) >= 60) return duration(value);
-  const [size, name] = scaleOf(Math.abs(value), unit);
+  if (value === 0) return `0 ${ZEROS[unit] ?? unit}`.trim();
+  if (unit === "s" && Math.abs(value) >= LONGEST_IN_SECONDS) return duration(value);
+  const [size, name] = scaleOf(unit === "s" ? Math.min(Math.abs(value), 1) : Math.abs(value), unit);
   return `${plain(value / size, 3)} ${name}`.trim();
 }
 
@@ -134,34 +144,27 @@ export function logTexts(values, unit) {
  * @param {number} seconds
  */
 export function duration(seconds) {
-  const whole = Math.round(Math.abs(seconds));
   const sign = seconds < 0 ? "−" : "";
-  /** @type {[number, string][]} */
-  const parts = [
-    [Math.floor(whole / 86400), "d"],
-    [Math.floor(whole / 3600) % 24, "h"],
-    [Math.floor(whole / 60) % 60, "min"],
-    [whole % 60, "s"],
-  ];
-  const first = parts.findIndex(([count]) => count > 0);
-  if (first < 0) return "0 s";
-  return (
-    sign +
-    parts
-      .slice(first, first + 2)
-      .filter(([count]) => count > 0)
-      .map(([count, name]) => `${count} ${name}`)
-      .join(" ")
-  );
+  const size = Math.abs(seconds);
+  if (size < 59.5) return sign + (size < 10 ? amount(size, "s") : `${Math.floor(size + 0.5)} s`);
+  for (const [unit, large, step, small] of DURATIONS) {
+    const whole = Math.floor(size / step + 0.5) * step;
+    const rest = whole % unit;
+    if (whole >= unit) return `${sign}${(whole - rest) / unit} ${large}${rest ? ` ${rest / step} ${small}` : ""}`;
+  }
+  return "";
 }
 
-/** @param {number} share */
+/**
+ * Whole per cents, but for small ones.
+ * @param {number} share
+ */
 export function percent(share) {
   if (share > 0 && share < 0.0005) return "< 0.1 %";
-  return `${(100 * share).toFixed(share < 0.1 && share > 0 ? 1 : 0)} %`;
+  return `${(100 * share).toFixed(Math.abs(share) < 0.0095 && share !== 0 ? 1 : 0)} %`;
 }
 
 /** @param {number} seconds */
 export function ago(seconds) {
-  return seconds < 1 ? "now" : `${duration(seconds)} ago`;
+  return seconds < 1 ? "now" : `${duration(Math.round(seconds))} ago`;
 }

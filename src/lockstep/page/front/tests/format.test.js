@@ -53,7 +53,7 @@ test("thousands are grouped, digits after the point are not", () => {
 
 test("a duration names its two largest parts", () => {
   assert.deepEqual([0.2, 59, 60, 3725, 86_400, 90_061, -125].map(duration), [
-    "0 s",
+    "200 ms",
     "59 s",
     "1 min",
     "1 h 2 min",
@@ -71,6 +71,6 @@ test("the labels of an axis share a unit and have as many digits as tell them ap
 });
 
 test("shares and ages", () => {
-  assert.deepEqual([0, 0.0001, 0.034, 0.5, 1].map(percent), ["0 %", "< 0.1 %", "3.4 %", "50 %", "100 %"]);
+  assert.deepEqual([0, 0.0001, 0.034, 0.5, 1].map(percent), ["0 %", "< 0.1 %", "3 %", "50 %", "100 %"]);
   assert.deepEqual([0.4, 61].map(ago), ["now", "1 min 1 s ago"]);
 });
