@@ -15,11 +15,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from lockstep.checkpoint.disk.code import refuse_changed_code
 from lockstep.checkpoint.disk.format import Group, open_or_refuse, step_folder
@@ -38,7 +38,6 @@ from lockstep.config.schema import (
     NumericsConfig,
     PipelineConfig,
     RecoverConfig,
-    SetupConfig,
     ShardConfig,
     TensorConfig,
     setup_config,
@@ -57,14 +56,13 @@ from lockstep.data.loader import (
     kept_random_state,
     settings_of,
 )
-from lockstep.data.looking import first_micro_batch, first_samples, second_of, uneven_samples
+from lockstep.data.looking import Read, first_micro_batch
 from lockstep.data.order import Order, Position
 from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder
 from lockstep.engine import Engine, LossFunction, StepResult
-from lockstep.errors import UserError, unknown
-from lockstep.faults.emergency import on_uncaught, refused_alike, save_in_emergency
-from lockstep.faults.out_of_memory import memory_explained
+from lockstep.errors import StoppedTogetherError, UserError, unknown
+from lockstep.faults.emergency import NEVER, on_uncaught, refused_alike
 from lockstep.faults.recover import Alarm, Recovery, Surroundings
 from lockstep.faults.requests import STOPS, Requests
 from lockstep.faults.stop import StopConditions
@@ -76,17 +74,11 @@ from lockstep.observe.monitor import Watching
 from lockstep.observe.output import show_run
 from lockstep.observe.settings import script_settings
 from lockstep.page.report import leave_report
-from lockstep.parallel.build.apply import (
-    CutFor,
-    Look,
-    check_goes_together,
-    cut_model,
-    plan_model,
-    synchronises,
-)
+from lockstep.parallel.build.apply import CutFor, Look, check_goes_together, cut_model, plan_model
 from lockstep.parallel.build.compile import check_compile, keep_on_disk
 from lockstep.parallel.pipeline.timetable import check_micro_batches
 from lockstep.parallel.replicate.statistics import batch_norm_line
+from lockstep.parallel.tensor.context import sequence_length
 from lockstep.parallel.tensor.plan_matrices import most_ranks
 from lockstep.planner.model.parts import Model
 from lockstep.prove.explain import describe
@@ -98,18 +90,20 @@ from lockstep.record.log import EventLog, without_non_finite
 from lockstep.runtime import process, stop_signals
 from lockstep.runtime.comm import Comm, Reduction
 from lockstep.runtime.device import unused_gpus
+from lockstep.runtime.dtensors import local_part
 from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.rank_env import AGREED, cpus_per_rank
 from lockstep.step.optim import OptimizerFactory, Schedule
 from lockstep.step.precision import check_can_compute
 from lockstep.step.scoring import Metric, MetricFunction, Perplexity
-from lockstep.trial.coupling import MANY, SAMPLES, Coupling, coupled_metric, coupled_since, find_coupling, untold
-from lockstep.trial.fits import largest_micro_batch, rank_memory
-from lockstep.trial.micro_batch import coupled_micro_batch, default_micro_batch, micro_batch_warnings, refuse_gathering
+from lockstep.training.engine_parts import Around
+from lockstep.training.prepare import use_backends
+from lockstep.training.setup import Setup
+from lockstep.trial.fits import rank_memory
+from lockstep.trial.micro_batch import default_micro_batch
+from lockstep.trial.settle import Wanted, check_still_uncoupled, coupled_score, settle_micro_batch
 
 MOST_WORKERS = 8
-LOOKS_EVERY = 250
-"""After so many steps, beside 1, 2, 4, ..., and at the end samples are tried out again."""
 
 
 class Run:
@@ -153,8 +147,7 @@ class Run:
         self._made = list(made)  # folders that this process made, where no launcher of ours did
         self._recorder = Recorder(verify, layout, comm.rank) if verify else None
         self._announced = self._closed = False
-        self._settings = SetupConfig()
-        self._tried: tuple[Callable[[int, int], MicroBatch], int] | None = None  # samples to try out again
+        self._tried: tuple[Read, int] | None = None  # samples to try out again
         self._are_coupled: dict[tuple[Any, ...], tuple[bool, Any]] = {}  # metrics of an evaluation
         self._global_batch = 1
         self._attention: str | None = None
@@ -166,7 +159,7 @@ class Run:
             folder.path, launch.get("began", time.time()), parse_duration(config.max_time) if config.max_time else None
         )
         self._undo_output, readers = show_run(folder, self.rank, bool(launch), config.log_to, self.message)
-        self._undo_hook = on_uncaught(partial(save_in_emergency, self))
+        self._undo_hook = on_uncaught(self._save_in_emergency)
         self._clock = StepClock(device, self.world_size)
         log = EventLog(folder.events, folder.attempt, readers) if self.is_main else None
         self.journal = Journal(log, self._clock)
@@ -270,73 +263,30 @@ class Run:
         if before is not None and self.layout.pp > 1:
             cut_alike = cut_as_before(settings.pipeline, self.layout.pp, before.pipeline)
             settings = settings.model_copy(update={"pipeline": cut_alike})
-        self._settings = settings
         if self.is_main and not self._recorder:
             build_model = self._watching.uncut.watching(build_model)
-        engine = self.engine = Engine(
-            loss,
-            optimizer,
-            layout=self.layout,
-            comm=self._comm,
-            device=self.device,
+        use_backends(settings, self.layout, self.device)
+        needs_samples = self.layout.pp > 1 or self.layout.team > 1
+        if needs_samples:
+            check_goes_together(self.layout, settings, self.device.type == "cuda")
+        self.engine = Engine(
+            Setup(build_model, loss, optimizer, schedule, loss_reduction, settings, self.seed),
+            self._comm,
+            self.layout,
+            self.device,
             requests=self.requests,
-            seed=self.seed,
-            schedule=schedule,
-            clip=settings.clip,
-            precision=settings.precision,
-            numerics=settings.numerics,
-            compile_=settings.compile,
-            attention=settings.attention,
-            loss_reduction=loss_reduction,
             recovery=Recovery(
                 settings.recover,
                 Surroundings(self._alarm, lambda: self._checkpoints.last_step, self._roll_back),
             ),
-            observe=self._observe,
-            entered=self._clock.script_ends,
-            optimizing=self._clock.optimizing,
+            around=Around(
+                self._clock.script_ends, self._observe, self._clock.optimizing, self._watching.profiler.marked
+            ),
+            begins_at=self._checkpoints.step,
         )
-        to = CutFor(self.layout, self._comm, self.device, settings, self.seed)
-
-        def prepare(look: Look) -> None:
-            self.status("looking at the model, to cut it")
-            with self._forgotten_if_refused():
-                parallel = cut_model(build_model, look, to)
-                self._comm.agree(lambda: engine.attach(parallel))
-                groups = [group.model_dump(mode="json") for group in optimizer_groups(engine.training_state)]
-                check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
-            if engine.pipeline is not None:
-                self.message(f"{self._settings.pipeline.schedule} pipeline: {engine.pipeline.describe()}")
-            for line in parallel.notes:
-                self.message(line)
-            self._restore(engine)
-
-        def explain(look: Look) -> None:
-            assert self._recorder is not None
-            target = self._target_layout
-            planned = plan_model(build_model, look, replace(to, layout=target))
-            facts = {
-                "heads": most_ranks(planned.skeleton, look),
-                "sequence": engine.sequence_length,
-                "global_batch": self._global_batch,
-                "memory": rank_memory(),
-            }
-            self._recorder.explain({**describe(planned, target, self._settings.pipeline), "facts": facts})
-            self.leave()
-            raise SystemExit(0)
-
-        if self._recorder and self._recorder.settings.explain:
-            engine.when_data_is_known(explain)
-        elif self.layout.pp > 1 or self.layout.team > 1:
-            check_goes_together(self.layout, settings, self.device.type == "cuda")
-            engine.steps_done = self._checkpoints.step
-            engine.when_data_is_known(prepare)
-        else:
-            self.status("building the model")
-            with self._forgotten_if_refused():
-                engine.attach(cut_model(build_model, None, to))
-                self._restore(engine)
-        return engine
+        if not needs_samples and not self._explains:
+            self._cut(self.engine, None)
+        return self.engine
 
     @named("run.loader")
     def loader(
@@ -363,7 +313,7 @@ class Run:
         `tokens(batch)` throughput counts tokens rather than samples: it returns how many a batch has, or (tokens, how
         many of these only fill rows up), which a batch with an `attention_mask` says by itself.
         """
-        self._need_engine("loader")
+        engine = self._need_engine("loader")
         check_dataset("run.loader", dataset)
         call: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "epochs": epochs}
         call |= {"steps": steps, "shuffle": shuffle, "collate": collate, "tokens": tokens}
@@ -384,24 +334,31 @@ class Run:
         samples = dataset_size(dataset, name)
         saved = self._progress.saved(name, samples=samples, global_batch=global_batch, shuffle=shuffle)
         given = micro_batch or (saved["micro_batch"] if saved and saved["micro_batch_given"] else None)
-        chosen = given or default_micro_batch(self._settings.pipeline, self._target_layout, global_batch)
-        if self._target_layout.pp > 1 and self._settings.pipeline.micro_batches is not None:
+        chosen = given or default_micro_batch(engine.setup.settings.pipeline, self._target_layout, global_batch)
+        if self._target_layout.pp > 1 and engine.setup.settings.pipeline.micro_batches is not None:
             given = chosen
         order = self._order(dataset, name, global_batch, chosen, shuffle)
         self._global_batch = global_batch
         reading = self._reading(workers, prefetch, persistent, collate, tokens)
         if self._target_layout.pp > 1:
-            check_micro_batches(self._settings.pipeline, self._target_layout, global_batch, chosen, micro_batch)
+            check_micro_batches(engine.setup.settings.pipeline, self._target_layout, global_batch, chosen, micro_batch)
         # Nobody has decided yet how many samples one forward sees, and some models take no single one (BatchNorm).
         several = order if given else replace(order, micro_batch=min(max(2, chosen), global_batch))
         settings = settings_of(dataset)
         with self._own_random_state():
             self._show_first(dataset, several, reading)
             saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
-            order, coupling = self._settle_micro_batch(dataset, order, reading, given, saved.get("micro_batch"))
+            before, most = saved.get("micro_batch"), self._launch.get("most")
+            wanted = Wanted(dataset, order, reading, given, before, most, self._progress.first is None)
+            show = None if self._recorder else partial(self._watching.show, engine)
+            settled = settle_micro_batch(engine, self._comm, wanted, self.message, self.status, show)
+        if settled.again is not None:
+            self._tried = settled.again
+        if given is None and before is None:
+            self.journal.emit("config", micro_batch=settled.order.micro_batch)
         loader = Loader(
             dataset,
-            order,
+            settled.order,
             reading,
             Position(*saved.get("position", (0, 0))),
             epochs=None if steps is not None else epochs,
@@ -411,7 +368,7 @@ class Run:
             reading_samples=self._watching.reading_samples,
             steps_done=saved.get("steps_done", 0),
             micro_batch_given=given is not None,
-            is_coupled=coupling.any_cause is not None,
+            is_coupled=settled.coupling.any_cause is not None,
             changes_itself=changed_settings(settings, settings_of(dataset)),
         )
         self._progress.add(loader)
@@ -481,7 +438,7 @@ class Run:
             self.save()
         self._finish_saving()
         self.status(f"loading the best checkpoint, of step {self.best[0]}")
-        self._best_in_model = (engine.steps_done, self._checkpoints.load_best(engine))
+        self._best_in_model = (engine.steps_done, self._checkpoints.load_best(engine.state))
         return self._best_in_model[1]
 
     def save(self, best_loss: float | None = None, *, wait: bool = False, emergency: str | None = None) -> None:
@@ -501,7 +458,7 @@ class Run:
         self.journal.flush()
         loss = self.journal.last_loss
         self._checkpoints.save(
-            engine,
+            engine.state,
             loaders=self._progress.positions,
             code=self._code.files(),
             loss=loss if math.isfinite(loss) else None,
@@ -621,8 +578,34 @@ class Run:
         if error is None:
             self.close()
         else:
-            save_in_emergency(self, error)
+            self._save_in_emergency(error)
             self._leave_after(error)
+
+    def _save_in_emergency(self, error: BaseException) -> None:
+        """Save what was done since the last checkpoint before an error ends the run; never raises.
+
+        All ranks have to take part: either they all fail together, or there is only one.
+        """
+        with suppress(Exception):  # who judges the failure reads in the events how far the run was
+            self.journal.flush()
+        if not isinstance(error, Exception) or isinstance(error, NEVER) or not self.has_unsaved_steps:
+            return
+        if self.world_size > 1 and not isinstance(error, StoppedTogetherError):
+            return
+        try:
+            engine = self._need_engine("save")
+            engine.undo_half_a_step()
+            finite = all(bool(local_part(one.detach()).isfinite().all()) for _, one in engine.cut.trained)
+            if self.reduce(int(engine.state.is_sound and finite), "min") == 0:
+                return
+            self.save(wait=True, emergency=f"{type(error).__name__}: {error}"[:500])
+            self.message(
+                f"saved an emergency checkpoint of step {engine.steps_done}: the same command goes on from it",
+                "warning",
+            )
+        except Exception as failed:
+            with suppress(Exception):  # the error that ends the run is the one to show
+                self.message(f"no emergency checkpoint could be saved: {failed}", "warning")
 
     def _leave_after(self, error: BaseException) -> None:
         """An error ends the script; one that refused it before anything was begun leaves nothing behind."""
@@ -675,12 +658,12 @@ class Run:
         """Load the run's checkpoint, if it goes on from one."""
         if (start := self._checkpoints.start) is not None:
             self.status(f"loading {start.folder.name}")
-            self._checkpoints.restore(engine)
+            self._checkpoints.restore(engine.state)
             self._progress.go_on_from(self._loaders_before)
             if (training := self._checkpoints.training) is not None:
                 self.journal.last_loss = math.nan if training.loss is None else training.loss
                 self.journal.last_metrics = dict(training.metrics)
-        self._checkpoints.check_room(engine)
+        self._checkpoints.check_room(engine.state)
 
     def _alarm(self, alarm: Alarm) -> None:
         self.journal.emit("alarm", **asdict(alarm))
@@ -688,7 +671,7 @@ class Run:
     def _roll_back(self, step: int) -> None:
         """Put the last checkpoint into the engine, which goes on from `step`."""
         self._finish_saving()
-        back = self._checkpoints.roll_back(self._need_engine("setup"))
+        back = self._checkpoints.roll_back(self._need_engine("setup").state)
         taken = f"step {step} is" if step == back + 1 else f"steps {back + 1}-{step} are"
         text = f"{taken} taken back: weights and optimizer are those of step {back} again"
         self.message(f"{text}; the steps count on from there, and their samples are passed over", "warning")
@@ -737,96 +720,55 @@ class Run:
             yield
 
     def _show_first(self, dataset: Any, order: Order, reading: Reading) -> None:
-        """Let the engine cut its pipeline: it has to see a micro-batch, the same one on every rank."""
+        """Cut a model that has to be looked at first: with a micro-batch, the same one on every rank."""
         if self.engine is not None and not self.engine.is_ready:
             first = first_micro_batch(dataset, order, reading)
             self._watching.show(self.engine, first)
-            self.engine.see(first.data)
+            if self._explains:
+                self._explain(self.engine, first.data)
+            self._cut(self.engine, self.engine.look_at(first.data))
 
-    def _settle_micro_batch(
-        self, dataset: Any, order: Order, reading: Reading, given: int | None, before: int | None
-    ) -> tuple[Order, Coupling]:
-        """The order with the micro-batch that the training needs, or that suits the layout; `before` a restart.
+    def _cut(self, engine: Engine, look: Look | None) -> None:
+        """Build the model as if on one device, plan, cut, give it its values, make the optimizer, and restore.
 
-        What other loaders of the run have found stays true.
+        A layout with pp, tp or cp plans by what `look` shows of a forward.
         """
-        engine, layout, most = self._need_engine("loader"), self.layout, self._launch.get("most")
-        self.status("looking at how samples depend on each other")
-        others_draw = engine.may_draw and self._progress.first is not None
-        coupling = self._coupling(dataset, order, reading, given)
-        engine.may_draw = coupling.draws or others_draw
-        rule = None
-        if given is None:
-            rule = coupled_micro_batch(coupling, layout, order, synchronises(layout, self._settings))
-        else:
-            refuse_gathering(coupling, layout, given)
-        if rule is not None:
-            size, why = rule
-            self.message(why)
-            if most is not None and most < size:
-                raise UserError(
-                    f"memory is full with {size} samples in a forward, and {why}", f"give micro_batch = {most} or less"
-                )
-        else:
-            size = given or order.micro_batch
-            if given is None and before is not None and -(-order.global_batch // before) >= layout.data_size:
-                size = before  # bit for bit as it was
-            elif given is None and layout.pp == 1 and not isinstance(dataset, IterableDataset):
-                self.status("measuring how many samples one forward can hold")
-                size = largest_micro_batch(engine, dataset, order, reading, self._comm).micro_batch
-            size = min(size, most or size)  # memory ran out with more
-        synchronise = self._settings.batch_norm == "sync" or (rule is not None and size < order.global_batch)
-        if self._progress.first is not None and engine.would_synchronise(synchronise) != engine.is_synchronised:
-            raise UserError(
-                "BatchNorm would normalise over the global batch of one loader and over the micro-batches of another",
-                "give all loaders a micro_batch, or none of them",
-            )
-        engine.synchronise_batch_norm(synchronise)
-        for line in micro_batch_warnings(size, before, order.global_batch, layout.data_size, coupling):
-            self.message(line, "warning")
-        if given is None and before is None:
-            self.journal.emit("config", micro_batch=size)
-        settled = replace(order, micro_batch=size, equal_counts=order.equal_counts or engine.is_synchronised)
-        return settled, coupling
+        self.status("building the model" if look is None else "looking at the model, to cut it")
+        with self._forgotten_if_refused():
+            cut = cut_model(engine.setup.build_model, look, self._cut_for(engine))
+            self._comm.agree(lambda: engine.take(cut))
+            if look is not None:
+                groups = [group.model_dump(mode="json") for group in optimizer_groups(engine.state)]
+                check_groups([[Group.model_validate(one) for one in rank] for rank in self._comm.gather(groups)])
+        if cut.pipeline is not None:
+            self.message(f"{engine.setup.settings.pipeline.schedule} pipeline: {cut.pipeline.describe()}")
+        for line in cut.notes:
+            self.message(line)
+        with self._forgotten_if_refused():
+            self._restore(engine)
 
-    def _coupling(self, dataset: Any, order: Order, reading: Reading, given: int | None) -> Coupling:
-        """What makes samples depend on each other, found out with the first ones."""
-        engine, beat = self._need_engine("loader"), self._comm.beat
-        if isinstance(dataset, IterableDataset) and second_of(dataset) is None:
-            return untold(engine, dataset)
-        fits = min(given or order.global_batch, self._launch.get("most") or order.global_batch)
-        samples = min(max(2, fits), order.global_batch, order.size or order.global_batch)
-        read = first_samples(dataset, order, reading)
-        uneven = uneven_samples(dataset, order, reading, min(SAMPLES, samples))
-        beat.step = engine.steps_done + 1
-        beat.at("the trial")
-        if not self._recorder:  # now: after the trial's gradients on a GPU no fork of this process could count
-            self._watching.show(engine, read(0, min(MANY, samples)))
-        with memory_explained(engine, beat, fits):
-            smallest = 1 if engine.pipeline is None else order.micro_batch
-            coupling = find_coupling(engine, self._comm, read, samples, smallest, uneven)
-        if given is None and coupling.any_cause is None and self._recorder is None:
-            self._tried = read, samples
-        return coupling
+    def _cut_for(self, engine: Engine) -> CutFor:
+        return CutFor(self.layout, self._comm, self.device, engine.setup.settings, self.seed)
 
-    def _check_still_uncoupled(self, loader: Loader, *, last: bool) -> None:
-        """Now and then: a term of the loss may have woken, or other samples show what the first ones did not."""
-        steps, order = self._steps_done - max(0, self._checkpoints.step), loader.order
-        is_due = last or not steps & (steps - 1) or not steps % LOOKS_EVERY
-        is_free = not loader.micro_batch_given and not loader.is_coupled and order.micro_batch < order.global_batch
-        if self._tried is None or not is_free or steps < 1 or not is_due:
-            return
-        read, samples = self._tried
-        if not last and not isinstance(loader.dataset, IterableDataset):
-            read = first_samples(loader.dataset, order, loader.reading, loader.position)
-        with self._own_random_state():
-            cause = coupled_since(self._need_engine("loader"), read, samples, order.micro_batch)
-        if cause is not None:
-            raise UserError(
-                f"after step {self._steps_done} {cause}, which nothing did before step 1",
-                f"say over how many samples it goes, micro_batch = {order.micro_batch} or another number in run.loader "
-                "(config: micro_batch), which gives the same numbers on any layout",
-            )
+    @property
+    def _explains(self) -> bool:
+        """Whether this start only says how the model would be cut (`lockstep verify --explain`)."""
+        return self._recorder is not None and self._recorder.settings.explain
+
+    def _explain(self, engine: Engine, data: Any) -> NoReturn:
+        """Leave how a layout would cut the model where the command finds it, and end."""
+        assert self._recorder is not None
+        target, settings, look = self._target_layout, engine.setup.settings, engine.look_at(data)
+        planned = plan_model(engine.setup.build_model, look, replace(self._cut_for(engine), layout=target))
+        facts = {
+            "heads": most_ranks(planned.skeleton, look),
+            "sequence": sequence_length(data),
+            "global_batch": self._global_batch,
+            "memory": rank_memory(),
+        }
+        self._recorder.explain({**describe(planned, target, settings.pipeline), "facts": facts})
+        self.leave()
+        raise SystemExit(0)
 
     @property
     def _steps_done(self) -> int:
@@ -857,7 +799,7 @@ class Run:
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         self._show_first(dataset, order, reading)
         if micro_batch is None and train is not None and not train.micro_batch_given:
-            order = self._evaluation_order(dataset, order, reading, metrics or {}, train.order.global_batch)
+            order = self._evaluation_order(Wanted(dataset, order, reading), metrics or {}, train.order.global_batch)
         read: list[int] = []
 
         def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -872,25 +814,20 @@ class Run:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
         return results, samples
 
-    def _evaluation_order(
-        self, dataset: Any, order: Order, reading: Reading, metrics: Mapping[str, MetricFunction], global_batch: int
-    ) -> Order:
+    def _evaluation_order(self, wanted: Wanted, metrics: Mapping[str, MetricFunction], global_batch: int) -> Order:
         """The order, with forwards of the global batch where a score depends on who shares one: on any layout alike."""
         key = tuple((name, id(getattr(metric, "__code__", metric))) for name, metric in metrics.items())
-        is_stream = isinstance(dataset, IterableDataset)
-        if key not in self._are_coupled and (not is_stream or second_of(dataset) is not None):
-            count = min(order.size or MANY, MANY, max(SAMPLES, 2 * order.micro_batch))
-            read = first_samples(dataset, replace(order, global_batch=count), reading)
+        if key not in self._are_coupled:
             with self._clock.paused(), self._own_random_state():
-                name = coupled_metric(self._need_engine("evaluate"), read, count, metrics)
+                name = coupled_score(self._need_engine("evaluate"), wanted, metrics)
             if name is not None:
                 self.message(
                     f"one forward of an evaluation sees {global_batch} samples, the global batch, because its {name} "
                     "would depend on those who share a forward; micro_batch=... says another number"
                 )
             self._are_coupled[key] = name is not None, metrics  # kept, so that no other has its id
-        size = global_batch if self._are_coupled.get(key, (False,))[0] else order.micro_batch
-        return replace(order, global_batch=size, micro_batch=size)
+        size = global_batch if self._are_coupled[key][0] else wanted.order.micro_batch
+        return replace(wanted.order, global_batch=size, micro_batch=size)
 
     def _observe(self, result: StepResult, batch: StepBatch) -> None:
         self._progress.step_done(batch)
@@ -899,8 +836,8 @@ class Run:
         profiled = self._watching.profiler.touches(result.step)
         self.journal.step(result, batch, self._progress.epoch(batch), profiled=profiled)
         self._watching.step_done(result.step, last=self._progress.is_read)
-        if self.engine and self.engine.attention != self._attention:
-            self._attention = self.engine.attention
+        if self.engine and self.engine.state.attention != self._attention:
+            self._attention = self.engine.state.attention
             self.journal.emit("config", attention=self._attention)
         if result.overflowed:
             at = f"step {result.step} overflowed at the loss scale {result.loss_scale:g}"
@@ -933,21 +870,23 @@ class Run:
         self._announced = True
         self._times["ready"] = time.time()
         engine, loader = self._need_engine("loader"), self._progress.first
-        engine.settle()  # before objects are hidden from its search
+        engine.state.settle()  # before objects are hidden from its search
         self._garbage = GarbageCollection()
         assert loader is not None
         self.journal.start(self.folder.path.name, self.layout, self._comm.place, self.device, engine, loader)
         if self.is_main:
-            settings = self.settings or script_settings(self._config, self._settings, engine, loader)
+            settings = self.settings or script_settings(self._config, engine, loader)
             self.journal.emit("settings", text=settings)
-        self._watching.foretell(engine, loader.order, self._settings, self.planned)
+        self._watching.foretell(engine, loader.order, self.planned)
         if not self._recorder:  # of a proof nobody wants to know
             if coming is not None and coming.micro_batches:
                 self._watching.show(engine, coming.micro_batches[0])
             self._watching.tell_flops(engine)
-        if self._settings.compile != "off":
+        if engine.setup.settings.compile != "off":
             self.status("compiling: the first steps take longer")
-        if line := batch_norm_line(engine.model, self._settings.batch_norm, loader.order, loader.micro_batch_given):
+        if line := batch_norm_line(
+            engine.model, engine.setup.settings.batch_norm, loader.order, loader.micro_batch_given
+        ):
             self.message(line)
         if self._recorder:
             self._recorder.begin(engine)
@@ -959,10 +898,11 @@ class Run:
             self._data.check_first(_called(coming.loader), coming.first_samples)
         if not self._announced:
             self._announce(coming)
-        self._checkpoints.catch_up(self._need_engine("loader"))
+        self._checkpoints.catch_up(self._need_engine("loader").state)
         loader = self._progress.first if coming is None else self._progress.loaders[coming.loader]
-        if loader is not None:
-            self._check_still_uncoupled(loader, last=coming is None)
+        if loader is not None and self._tried is not None:
+            steps, alone = self._steps_done - max(0, self._checkpoints.step), self._own_random_state()
+            check_still_uncoupled(self._need_engine("loader"), loader, self._tried, steps, alone, coming is None)
         if self._garbage:
             self._garbage.after_step(self._steps_done)
         if self.is_main and (why := self._stops.reason(self._checkpoints.save_seconds, self.journal.step_seconds)):
@@ -1024,7 +964,7 @@ class Run:
             seed=self.seed,
             data_rank=self.layout.data_rank(self.rank),
             data_size=self.layout.data_size,
-            equal_counts=self.layout.fsdp > 1 or self._settings.batch_norm == "sync",
+            equal_counts=self.layout.fsdp > 1 or self._need_engine(what).setup.settings.batch_norm == "sync",
             shuffle=shuffle,
         )
 

@@ -126,7 +126,7 @@ def test_the_optimizer_can_be_exported_and_goes_on_on_one_device(place: Path, tm
     with library.init("single", run_dir=tmp_path / "run", resume=str(place / "runs" / "lm"), seed=0) as run:
         task = task_of(from_toml(place / "runs" / "lm" / "config.toml"))
         engine = run.setup(task.build_model, task.loss, optimizer=lambda params: torch.optim.AdamW(params, lr=1.0))
-        states = [engine.optimizer.state[parameter] for parameter in engine.parameters]
+        states = [engine.optimizer.state[parameter] for _, parameter in engine.cut.trained]
         for ours, theirs in zip(states, optimizer.state.values(), strict=True):
             assert torch.equal(ours["exp_avg_sq"], theirs["exp_avg_sq"])
         assert engine.optimizer.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.utils.data import Dataset
 
-import lockstep.engine
 import lockstep.run
 import lockstep.runtime.seeds
 from lockstep.config.schema import LaunchConfig
@@ -43,6 +42,8 @@ from lockstep.record.folder import RunFolder, create_folder
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.step.grads import global_norm, gradient_scale
+from lockstep.training import forwards, update
+from lockstep.training.engine_parts import EngineParts
 from tests.marks import others_slow
 from tests.parity.problems import (
     GLOBAL_BATCH,
@@ -197,19 +198,19 @@ def forget_a_division(job: Job, patch: Patch) -> None:
     def scale(norm: torch.Tensor, factor: float, clip: float | None) -> torch.Tensor | None:
         return gradient_scale(norm, factor * job.world_size, clip)
 
-    patch.setattr(lockstep.engine, "gradient_scale", scale)
+    patch.setattr(update, "gradient_scale", scale)
 
 
 def forget_a_division_before_the_norm(job: Job, patch: Patch) -> None:
     def norm_of_sums(*arguments: Any) -> torch.Tensor:
         return global_norm(*arguments) * job.world_size
 
-    patch.setattr(lockstep.engine, "global_norm", norm_of_sums)
+    patch.setattr(update, "global_norm", norm_of_sums)
     forget_a_division(job, patch)
 
 
 def forget_the_other_shards_in_the_norm(_job: Job, patch: Patch) -> None:
-    patch.setattr(lockstep.engine, "global_norm", lambda grads, _groups, device: global_norm(grads, [], device))
+    patch.setattr(update, "global_norm", lambda grads, _groups, device: global_norm(grads, [], device))
 
 
 def make_small_buckets(patch: Patch) -> None:
@@ -218,7 +219,7 @@ def make_small_buckets(patch: Patch) -> None:
 
 
 def keep_what_a_bucket_holds(_job: Job, patch: Patch) -> None:
-    begin, finish = replicate.GradientBuckets.begin, lockstep.engine.Engine._count_step
+    begin, finish = replicate.GradientBuckets.begin, update._count_step
     done: list[int] = []
 
     def begin_with_a_full_bucket(self: replicate.GradientBuckets) -> None:
@@ -227,11 +228,11 @@ def keep_what_a_bucket_holds(_job: Job, patch: Patch) -> None:
         if done:  # what was tried out before the first step is not part of it
             self._buckets[1].flat.copy_(before)
 
-    def finish_and_count(self: lockstep.engine.Engine, skipped: bool) -> None:
-        finish(self, skipped)
-        done.append(self.steps_done)
+    def finish_and_count(parts: EngineParts, skipped: bool) -> None:
+        finish(parts, skipped)
+        done.append(parts.state.steps_done)
 
-    patch.setattr(lockstep.engine.Engine, "_count_step", finish_and_count)
+    patch.setattr(update, "_count_step", finish_and_count)
 
     make_small_buckets(patch)
     patch.setattr(replicate.GradientBuckets, "begin", begin_with_a_full_bucket)
@@ -320,7 +321,7 @@ def count_each_rank_for_itself(_job: Job, patch: Patch) -> None:
 
 def draw_other_masks(_job: Job, patch: Patch) -> None:
     draw_seed = lockstep.runtime.seeds.draw_seed
-    patch.setattr(lockstep.engine, "draw_seed", lambda *coordinate: draw_seed(*coordinate) + 1)
+    patch.setattr(forwards, "draw_seed", lambda *coordinate: draw_seed(*coordinate) + 1)
 
 
 def keep_what_a_row_returns(_job: Job, patch: Patch) -> None:

@@ -74,7 +74,7 @@ def train_past_an_empty_step(job: Job, layout: str) -> tuple[list[Any], list[str
             out = engine.step(batch)
             results.append((out.step, out.skipped, out.weight, out.loss))
             prints.append(fingerprint(weights(engine)))
-        return results, prints, engine.steps_skipped
+        return results, prints, engine.state.steps_skipped
 
 
 @pytest.mark.parametrize("layout", others_slow(["single", *LAYOUTS], QUICK))

@@ -101,7 +101,7 @@ def change_a_weight(engine: Engine, rank: int) -> None:
 
 def change_a_gradient(engine: Engine, rank: int) -> None:
     """A gradient that is changed after the ranks have summed it."""
-    finish = engine._gradients.finish
+    finish = engine.cut.gradients.finish
 
     def finish_and_change(unused: bool) -> None:
         finish(unused)
@@ -109,7 +109,7 @@ def change_a_gradient(engine: Engine, rank: int) -> None:
             if name == "blocks.0.attention.out.bias" and engine.rank == rank and parameter.grad is not None:
                 local_part(parameter.grad).mul_(1.5)
 
-    engine._gradients.finish = finish_and_change  # type: ignore[method-assign, assignment]
+    engine.cut.gradients.finish = finish_and_change  # type: ignore[method-assign, assignment]
 
 
 def exchange_nothing(engine: Engine, rank: int) -> None:  # noqa: ARG001

@@ -22,7 +22,7 @@ from lockstep.checkpoint.disk.format import read_index, step_folder, steps_on_di
 from lockstep.cli.ckpt import ls_command
 from lockstep.engine import Engine, StepResult
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, UserError
-from lockstep.faults.emergency import on_uncaught, save_in_emergency
+from lockstep.faults.emergency import on_uncaught
 from lockstep.faults.recover import MOST_SKIPS
 from lockstep.follow.values import is_fake
 from lockstep.record.folder import look_back
@@ -175,9 +175,9 @@ def skip_on(job: Job, layouts: list[str]) -> dict[str, list[bool]]:
             prints, skipped = [], []
             for batch in run.loader(Texts(), 8, micro_batch=2, steps=3, workers=0):
                 skipped.append(engine.step(batch).skipped)
-                engine.rest()
+                engine.state.rest()
                 prints.append(
-                    digests_of(one for model in engine.models for one in model.parameters() if not is_fake(one))
+                    digests_of(one for model in engine.cut.models for one in model.parameters() if not is_fake(one))
                 )
             told[text] = [*skipped, prints[0] == prints[1], prints[1] == prints[2]]
     return told
@@ -295,14 +295,14 @@ def recipe_run(folder: Path, config: dict[str, Any], steps: int, planted: int | 
         config["model"] = SMALL
     with lockstep.init("single", run_dir=folder, seed=config["seed"], device="cpu") as run:
         trainer = lockstep.Trainer(config, run)
-        engine, plain = trainer.engine, trainer.engine._loss
+        engine, plain = trainer.engine, trainer.engine.forwards.loss
 
         def loss(model: nn.Module, batch: Any) -> Any:
             total, weight = plain(model, batch)
             high = planted is not None and planted <= engine.steps_done + 1 < planted + 3
             return total * (5.0 if high else 1.0), weight
 
-        engine._loss = loss
+        engine.forwards.loss = loss
         for _ in trainer:
             if engine.steps_done == steps - 1:
                 break  # what comes after the last step is not looked at here
@@ -417,7 +417,7 @@ def train_with(folder: Path, optimizer: Any, poisoned: bool = False) -> None:
         for batch in run.loader(Images(), GLOBAL_BATCH, micro_batch=2, steps=3, workers=0):
             engine.step(batch)
             if poisoned:
-                engine.parameters[0].data.fill_(NAN)
+                engine.stored[0][1].data.fill_(NAN)
                 raise ZeroDivisionError("planted")
 
 
@@ -476,7 +476,7 @@ def test_the_steps_before_a_failure_are_in_the_log_before_anybody_judges_it(
     monkeypatch.setattr("lockstep.observe.journal.SECONDS_AT_FIRST", 60.0)
     with lockstep.init("single", run_dir=tmp_path / "run", seed=5, device="cpu") as run:
         train(run, {}, {}, steps=2)
-        save_in_emergency(run, SystemExit(3))
+        run._save_in_emergency(SystemExit(3))
         assert look_back(run.folder.path).step == 2
 
 

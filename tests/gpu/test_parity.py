@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.config.schema import NumericsConfig, ShardConfig
+from lockstep.config.schema import NumericsConfig, RecoverConfig, SetupConfig, ShardConfig
 from lockstep.data.loader import Reading, read_steps
 from lockstep.data.order import Order, Position
 from lockstep.engine import Engine
+from lockstep.faults.recover import Recovery
 from lockstep.faults.requests import Requests
 from lockstep.follow.blocks import find_blocks, seed_points
 from lockstep.layout import Layout
@@ -29,6 +30,8 @@ from lockstep.parallel.replicate.statistics import RunningStatistics
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.rank_env import Place
 from lockstep.step.grads import local_gradients
+from lockstep.training.engine_parts import Around
+from lockstep.training.setup import Setup
 from tests.parity.problems import (
     GLOBAL_BATCH,
     SEED,
@@ -98,7 +101,8 @@ def own_gradients(engine: Engine) -> Tensors:
     """What this rank has of every gradient. Not `full_tensor`: over gloo it dies on a GPU (torch 2.11)."""
     names = [name for name, _ in engine.model.named_parameters()]
     return {
-        name: grad.to("cpu", copy=True) for name, grad in zip(names, local_gradients(engine.parameters), strict=True)
+        name: grad.to("cpu", copy=True)
+        for name, grad in zip(names, local_gradients([one for _, one in engine.cut.trained]), strict=True)
     }
 
 
@@ -169,17 +173,10 @@ def train_on_nccl(job: Job) -> dict[str, list[float]]:
             norm_groups=[group] if kind == "shards" else [],
             together=None,
         )
-        engine = Engine(
-            text_loss,
-            adamw,
-            layout=Layout(),
-            comm=comm,
-            device=device,
-            requests=Requests(),
-            seed=SEED,
-            clip=0.5,
-        )
-        engine.attach(parallel)
+        setup = Setup(partial(TinyGPT), text_loss, adamw, settings=SetupConfig(clip=0.5), seed=SEED)
+        recovery = Recovery(RecoverConfig())
+        engine = Engine(setup, comm, Layout(), device, requests=Requests(), recovery=recovery, around=Around())
+        engine.take(parallel)
         plans = order.steps(Position())
         batches = read_steps(RaggedTexts(), (next(plans) for _ in range(STEPS)), order, Reading())
         losses[kind] = [engine.step(batch).loss for batch in batches]

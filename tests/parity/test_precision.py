@@ -223,7 +223,7 @@ def train_over_a_spike(job: Job, layout: str, window: int) -> tuple[Record, int,
             seen.fingerprints.append(fingerprint(weights(engine)))
             if any(data.spike in part.ids for part in batch.micro_batches if not part.filler):
                 reads_spike.append(out.step)
-        return seen, engine.steps_skipped, reads_spike
+        return seen, engine.state.steps_skipped, reads_spike
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

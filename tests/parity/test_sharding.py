@@ -195,7 +195,7 @@ def train(job: Job, layout: str, micro_batch: int, plans: list[Plan]) -> list[Re
 
 
 def whole_ones(engine: Engine) -> list[str]:
-    with engine.hidden():
+    with engine.state.hidden():
         return [name for name, parameter in engine.model.named_parameters() if not isinstance(parameter, DTensor)]
 
 
@@ -207,11 +207,11 @@ def facts(engine: Engine) -> dict[str, Any]:
         for value in slots.values()
         if isinstance(value, torch.Tensor) and value.dim()
     ]
-    with torch.no_grad(), engine.hidden():
+    with torch.no_grad(), engine.state.hidden():
         held = [one.to_local() if isinstance(one, DTensor) else one for one in engine.model.parameters()]
         engine.model(RaggedTexts()[0]["x"][None])
         gathered = whole_ones(engine)
-    engine.rest()
+    engine.state.rest()
     return {
         "state bytes": sum(value.numel() * value.element_size() for value in state),
         "parameter bytes": sum(value.numel() * value.element_size() for value in held),

@@ -443,7 +443,7 @@ def count_collectives(job: Job, layout: str, sequence: str) -> dict[int, tuple[C
             engine = anew(run).setup(model, text_loss, optimizer=adamw, tensor={"sequence": sequence})
             batch = next(iter(run.loader(Texts(), GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, steps=1, workers=0)))
             with Collectives() as forward:
-                loss, _ = engine.forward(batch.micro_batches[0], batch.micro_batches[0].data)
+                loss, _ = engine.forwards.forward(batch.micro_batches[0], batch.micro_batches[0].data)
             with Collectives() as backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             found[depth] = by_kind(forward), by_kind(backward)

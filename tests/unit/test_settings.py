@@ -16,7 +16,11 @@ from lockstep.observe.settings import script_settings
 
 def settings_with(optimizer: Any, clip: Any = None) -> str:
     """Those of a script that passes these."""
-    engine: Any = SimpleNamespace(optimizer=optimizer, attention=None)
+    engine: Any = SimpleNamespace(
+        optimizer=optimizer,
+        setup=SimpleNamespace(settings=SetupConfig(clip=clip)),
+        state=SimpleNamespace(attention=None),
+    )
     loader: Any = SimpleNamespace(
         steps=np.int64(5),
         epochs=None,
@@ -24,7 +28,7 @@ def settings_with(optimizer: Any, clip: Any = None) -> str:
         order=SimpleNamespace(global_batch=8, micro_batch=2, shuffle=True),
         reading=SimpleNamespace(prefetch=2, persistent=True),
     )
-    return script_settings(LaunchConfig(), SetupConfig(clip=clip), engine, loader)
+    return script_settings(LaunchConfig(), engine, loader)
 
 
 def weights() -> list[torch.nn.Parameter]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lockstep.faults.spikes import HISTORY, LASTING, LEVEL, SpikeDetector
+from lockstep.step.spikes import HISTORY, LASTING, LEVEL, SpikeDetector
 
 
 def losses(steps: int, noise: float, seed: int, fall: float = 50.0) -> list[float]:

@@ -37,15 +37,15 @@ from lockstep.checkpoint.state import (
     optimizer_groups,
     optimizer_parts,
     optimizer_state,
+    restore_progress,
     set_by_script,
     written_here,
 )
 from lockstep.config.toml import read_toml
-from lockstep.engine import Engine
 from lockstep.errors import RecoveryError, SaveError, UserError
+from lockstep.parallel.train_state import TrainState
 from lockstep.record.folder import CONFIG, RunFolder
 from lockstep.runtime.comm import Comm
-from lockstep.step.attention import BACKENDS
 from lockstep.step.optim import states_per_parameter
 from lockstep.text.units import bytes_text
 
@@ -118,12 +118,12 @@ class Checkpoints:
         """The step that the run goes on from, 0 where it begins."""
         return self.start.index.step if self.start else 0
 
-    def restore(self, engine: Engine) -> None:
+    def restore(self, state: TrainState) -> None:
         """Put the checkpoint that the run goes on from into its engine; a damaged one gives way to the one before."""
         while self.start is not None:
-            problem = self._read(engine, self.start, with_optimizer=True)
+            problem = self._read(state, self.start, with_optimizer=True)
             if problem is None:
-                restore_progress(engine, self.start.index)
+                restore_progress(state, self.start.index)
                 self.kept.restore(self.start)
                 go_on = partial(go_on_from, self._folder, self.start, self._attempt_id, self._named)
                 self._comm.once("go on from the checkpoint", go_on)
@@ -146,39 +146,39 @@ class Checkpoints:
             return self.saved_step
         return self.start.index.step if self.start else None
 
-    def roll_back(self, engine: Engine) -> int:
+    def roll_back(self, state: TrainState) -> int:
         """Put the last checkpoint into the engine, whose step and data position go on; returns that checkpoint's step.
 
         Nothing is being written while this is called.
         """
-        engine.is_sound = False
+        state.is_sound = False
         own = step_folder(self._folder, self.saved_step)
         checkpoint = self.start if self.saved_step < 0 else self._open(own)
         assert checkpoint is not None
-        problem = self._read(engine, checkpoint, with_optimizer=True)
+        problem = self._read(state, checkpoint, with_optimizer=True)
         if problem is not None:
             raise RecoveryError(f"the run cannot go back to {checkpoint.folder}, which is damaged: {problem}")
         self.kept.restore(checkpoint)
         index = checkpoint.index
         if index.optimizer is None:  # imported weights
-            engine.optimizer.state.clear()
-        if engine.loss_scale and index.training and index.training.loss_scale:
-            engine.loss_scale.restore(index.training.loss_scale)
-        engine.is_sound = True
+            state.optimizer.state.clear()
+        if state.loss_scale and index.training and index.training.loss_scale:
+            state.loss_scale.restore(index.training.loss_scale)
+        state.is_sound = True
         return index.step
 
-    def load_best(self, engine: Engine) -> int:
+    def load_best(self, state: TrainState) -> int:
         """Put the weights of the best checkpoint into the model; returns its step."""
         assert self.best is not None
         folder = step_folder(self._folder, self.best[0])
-        problem = self._read(engine, self._open(folder), with_optimizer=False)
+        problem = self._read(state, self._open(folder), with_optimizer=False)
         if problem is not None:
             raise UserError(f"the checkpoint {folder} is damaged", f"{problem}; train on, or restore it from a backup")
         return self.best[0]
 
     def save(
         self,
-        engine: Engine,
+        state: TrainState,
         *,
         loaders: Mapping[str, Any],
         code: dict[str, str],
@@ -195,7 +195,7 @@ class Checkpoints:
         """
         if best_loss is not None and not math.isfinite(best_loss):
             raise UserError(f"best_loss is {best_loss}", "leave it out for a checkpoint that is not the best")
-        step = engine.steps_done
+        step = state.steps_done
         if best_loss is not None:
             self.best = (step, best_loss)
         best = Best(step=self.best[0], loss=self.best[1]) if self.best else None
@@ -206,23 +206,22 @@ class Checkpoints:
             return
         kept, tensors, digests = self.kept.collect()
         self._saved_kept = kept, digests
-        of_script = kept_parts(tensors, engine.layout.coordinate(engine.rank)["pp"])
-        state = engine.training_state
-        parts = written_here([*model_parts(state), *optimizer_parts(state), *of_script], engine.cut)
+        of_script = kept_parts(tensors, state.cut.layout.coordinate(state.cut.rank)["pp"])
+        parts = written_here([*model_parts(state), *optimizer_parts(state), *of_script], state.cut)
         own = sum(box.size * held.part.element_size() for held in parts for box in held.boxes)
-        optimizer = self._whole_optimizer(engine)
+        optimizer = self._whole_optimizer(state)
         training = Training(
             seed=self._seed,
-            skipped=engine.steps_skipped,
+            skipped=state.steps_skipped,
             loaders={name: fmt.LoaderState(**state) for name, state in loaders.items()},
             loss=loss,
             metrics=dict(metrics),
             best=best,
-            loss_scale=engine.loss_scale.state() if engine.loss_scale else None,
-            attention=None if engine.measures_attention else engine.attention or "as torch chooses",
-            pipeline=fmt.PipelineState(**engine.pipeline.state()) if engine.pipeline else None,
+            loss_scale=state.loss_scale.state() if state.loss_scale else None,
+            attention=None if state.measures_attention else state.attention or "as torch chooses",
+            pipeline=fmt.PipelineState(**state.cut.pipeline.state()) if state.cut.pipeline else None,
             emergency=emergency,
-            recent_losses=engine.recovery.spikes.state(),
+            recent_losses=state.spikes.state(),
             kept=kept,
             code=code,
         )
@@ -232,12 +231,12 @@ class Checkpoints:
             attempt=self._attempt_id,
             time=time.time(),
             versions=versions(),
-            layout=str(engine.layout),
+            layout=str(state.cut.layout),
             config=self._config(),
             block_bytes=fmt.BLOCK_BYTES,
             files={},
             tensors={},
-            state_dict=engine.state_dict_names,
+            state_dict=state.cut.state_dict_names,
             optimizer=optimizer,
             training=training,
         )
@@ -249,19 +248,19 @@ class Checkpoints:
         if waiting and not saved.is_complete:
             raise SaveError(saved.failure())
         self.saved_step = step
-        self._saved_settings = set_by_script(engine.training_state)
+        self._saved_settings = set_by_script(state)
         self._reported = False
 
-    def catch_up(self, engine: Engine) -> None:
+    def catch_up(self, state: TrainState) -> None:
         """Between steps: put into the checkpoint of this step what the script has set since, a learning rate say."""
-        if self._saved_settings is None or self.saved_step != engine.steps_done:
+        if self._saved_settings is None or self.saved_step != state.steps_done:
             return
         self._catch_up_kept()
-        now = set_by_script(engine.training_state)
+        now = set_by_script(state)
         # On one rank alone it is a mistake, of which the step will tell.
         if any(self._comm.gather(now != self._saved_settings)):
             self.wait()
-            options = [group.options for group in optimizer_groups(engine.training_state)]
+            options = [group.options for group in optimizer_groups(state)]
             self._comm.once("bring the checkpoint up to date", lambda: self._mark_settings(now, options))
         self._saved_settings = now
 
@@ -309,16 +308,16 @@ class Checkpoints:
         if self._comm.rank == 0:
             end_attempt(self._attempt)
 
-    def check_room(self, engine: Engine) -> None:
+    def check_room(self, state: TrainState) -> None:
         """Refuse a run that the disk has no room to save, before it begins."""
-        parts = model_parts(engine.training_state)
+        parts = model_parts(state)
         self._comm.agree(lambda: check_dtypes((held.name, held.part.dtype) for held in parts))
         if self.start is not None and self.start.index.training is not None:
             size = self.start.index.bytes
         else:
             trained = sum(held.bytes for held in parts if held.is_first)
-            stages = engine.layout.world_size // engine.layout.pp
-            size = int(self._comm.sum([trained / stages])[0]) * (1 + states_per_parameter(engine.optimizer))
+            stages = state.cut.layout.world_size // state.cut.layout.pp
+            size = int(self._comm.sum([trained / stages])[0]) * (1 + states_per_parameter(state.optimizer))
 
         self.save_seconds = size / BYTES_PER_SECOND
 
@@ -380,10 +379,10 @@ class Checkpoints:
         path = self._folder / CONFIG
         return read_toml(path) if self._comm.rank == 0 and path.is_file() else {}
 
-    def _read(self, engine: Engine, checkpoint: Whole, with_optimizer: bool) -> str | None:
+    def _read(self, state: TrainState, checkpoint: Whole, with_optimizer: bool) -> str | None:
         """Put a checkpoint into the engine, or say what is damaged on any rank: then the engine is not usable yet."""
         restorations: list[Restoration] = []
-        self._comm.agree(lambda: restorations.append(Restoration(engine.training_state, checkpoint, with_optimizer)))
+        self._comm.agree(lambda: restorations.append(Restoration(state, checkpoint, with_optimizer)))
         problem = None
         try:
             with self._comm.beat.busy():
@@ -397,13 +396,13 @@ class Checkpoints:
         restorations[0].finish()
         return None
 
-    def _whole_optimizer(self, engine: Engine) -> OptimizerState:
+    def _whole_optimizer(self, state: TrainState) -> OptimizerState:
         states: list[OptimizerState] = []
-        self._comm.agree(lambda: states.append(optimizer_state(engine.training_state)))
-        if engine.layout.pp == 1:
+        self._comm.agree(lambda: states.append(optimizer_state(state)))
+        if state.cut.layout.pp == 1:
             return states[0]
         everybody = self._comm.gather(states[0].model_dump(mode="json"))
-        return merge_optimizers([OptimizerState.model_validate(one) for one in everybody], engine.tensor_names)
+        return merge_optimizers([OptimizerState.model_validate(one) for one in everybody], state.cut.tensor_names)
 
     def _mark(self, step: int, changes: dict[str, Any]) -> None:
         folder = step_folder(self._folder, step)
@@ -450,19 +449,3 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def restore_progress(engine: Engine, index: Index) -> None:
-    """Let an engine go on at the step of a checkpoint; imported weights begin at 0."""
-    engine.steps_done = index.step
-    training = index.training
-    if training is None:
-        return
-    if engine.measures_attention and training.attention:  # measured once, when the run began
-        engine.use_attention(training.attention if training.attention in BACKENDS else None)
-    if engine.loss_scale and training.loss_scale:
-        engine.loss_scale.restore(training.loss_scale)
-    if training.recent_losses is not None:
-        engine.recovery.spikes.restore(training.recent_losses)
-    engine.steps_skipped = training.skipped
-    engine.seed_between_steps()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from lockstep.errors import UserError
 from lockstep.parallel.boxes import Replicas, whole_box
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import Held, hold_value
-from lockstep.parallel.whole.trainable import Trainable
+from lockstep.parallel.train_state import TrainState
 from lockstep.runtime.dtensors import like
-from lockstep.step.rates import Rates, RateState
+from lockstep.step.attention import BACKENDS
+from lockstep.step.rates import RateState
 
 COPIES = ("dp", "fsdp", "cp", "tp")
 """The axes along which ranks may hold the same. Stages of a pipeline do not, but for tied weights."""
@@ -31,24 +32,13 @@ COUNTS = ("step", "eta", "mu")
 """State of torch's optimizers that is one number for a parameter, and so is not shared out with it."""
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What of a training goes into a checkpoint. `rest` puts the model into its state between steps: only shards."""
-
-    cut: CutModel
-    optimizer: torch.optim.Optimizer
-    rates: Rates
-    trainable: Trainable
-    rest: Callable[[], None]
-
-
-def model_parts(state: TrainingState) -> list[Held]:
+def model_parts(state: TrainState) -> list[Held]:
     """What this rank holds of parameters and buffers, under their names in a checkpoint."""
     state.rest()
     return [replace(held, name=f"model/{held.name}") for held in state.cut.held.values() if held.stored is not None]
 
 
-def optimizer_parts(state: TrainingState) -> list[Held]:
+def optimizer_parts(state: TrainState) -> list[Held]:
     """What this rank holds of the tensors of the optimizer's state."""
     return [
         hold_value(state.cut.held[name], value, f"optimizer/{name}/{key}")
@@ -74,7 +64,7 @@ def written_here(parts: Sequence[Held], cut: CutModel) -> list[Held]:
     return mine
 
 
-def optimizer_state(state: TrainingState) -> OptimizerState:
+def optimizer_state(state: TrainState) -> OptimizerState:
     """What the optimizer of this rank has besides tensors."""
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in state.cut.trained:
@@ -91,12 +81,12 @@ def optimizer_state(state: TrainingState) -> OptimizerState:
     return OptimizerState(name=name, groups=optimizer_groups(state), values=values, **set_by_script(state))
 
 
-def set_by_script(state: TrainingState) -> dict[str, Any]:
+def set_by_script(state: TrainState) -> dict[str, Any]:
     """What a script may change of the optimizer between steps, besides the options of its groups."""
     return {**asdict(state.rates.state()), "frozen": state.trainable.frozen}
 
 
-def optimizer_groups(state: TrainingState) -> list[Group]:
+def optimizer_groups(state: TrainState) -> list[Group]:
     """The parameter groups of this rank's optimizer: names and options."""
     names = {id(parameter): name for name, parameter in state.cut.trained}
     return [
@@ -145,9 +135,9 @@ def merge_optimizers(parts: Sequence[OptimizerState], order: Sequence[str]) -> O
 
 
 class Restoration:
-    """A checkpoint that is to be put into an state. Making it refuses a checkpoint of something else."""
+    """A checkpoint that is to be put into a training. Making it refuses a checkpoint of something else."""
 
-    def __init__(self, state: TrainingState, checkpoint: Whole, with_optimizer: bool = True) -> None:
+    def __init__(self, state: TrainState, checkpoint: Whole, with_optimizer: bool = True) -> None:
         self._state = state
         self._checkpoint = checkpoint
         index = checkpoint.index
@@ -292,7 +282,7 @@ def _kind(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _check_optimizer(state: TrainingState, index: Index) -> None:
+def _check_optimizer(state: TrainState, index: Index) -> None:
     assert index.optimizer is not None
     if index.optimizer.name != type(state.optimizer).__name__:
         raise UserError(
@@ -317,7 +307,7 @@ def _check_optimizer(state: TrainingState, index: Index) -> None:
     refuse_differences("the optimizer", [], strange)
 
 
-def _restore_groups(state: TrainingState, optimizer: OptimizerState) -> None:
+def _restore_groups(state: TrainState, optimizer: OptimizerState) -> None:
     for group, saved in zip(state.optimizer.param_groups, optimizer.groups, strict=True):
         for key, value in saved.options.items():
             if key in HOW_NOT_WHAT:
@@ -334,3 +324,19 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def restore_progress(state: TrainState, index: Index) -> None:
+    """Let a training go on at the step of a checkpoint; imported weights begin at 0."""
+    state.steps_done = index.step
+    training = index.training
+    if training is None:
+        return
+    if state.measures_attention and training.attention:  # measured once, when the run began
+        state.use_attention(training.attention if training.attention in BACKENDS else None)
+    if state.loss_scale and training.loss_scale:
+        state.loss_scale.restore(training.loss_scale)
+    if training.recent_losses is not None:
+        state.spikes.restore(training.recent_losses)
+    state.steps_skipped = training.skipped
+    state.seed_between_steps()

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.state import TrainingState
 from lockstep.errors import InvariantError
 from lockstep.follow.values import is_fake
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import Held, hold_value
-from lockstep.parallel.whole.shown import Showing
+from lockstep.parallel.train_state import TrainState
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.tensor_digest import PRIME, digests_of
 
@@ -35,13 +34,12 @@ LIKELY = {
 class Invariants:
     """The checks of one training. All ranks call everything here together."""
 
-    def __init__(self, state: TrainingState, showing: Showing, comm: Comm, every: int) -> None:
+    def __init__(self, state: TrainState, comm: Comm, every: int) -> None:
         self._state = state
-        self._showing = showing
         self._comm = comm
         self._every = every
         self._first = True
-        with showing.hidden():
+        with state.hidden():
             self._parameters = parameters_of(state.cut)
         self.checked_step = -1
         """The last step whose values were compared."""
@@ -67,7 +65,7 @@ class Invariants:
     def _compare_values(self, step: int, with_optimizer: bool) -> None:
         cut = self._state.cut
         self._state.rest()
-        with self._showing.hidden():
+        with self._state.hidden():
             now = parameters_of(cut)
         parts: list[Held] = []
         if self._comm.world_size > 1:
@@ -109,7 +107,7 @@ class Invariants:
         raise InvariantError(f"{first.format(what=what)} after step {step}: {LIKELY[what]}")
 
 
-def _optimizer_parts(state: TrainingState) -> list[Held]:
+def _optimizer_parts(state: TrainState) -> list[Held]:
     """The tensors of the optimizer's state, held like their parameters where they are cut like them."""
     return [
         hold_value(state.cut.held[name], value, f"the optimizer's {key} of {name}")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import NonFiniteError
 from lockstep.follow.trees import tensors_of
+from lockstep.parallel.train_state import TrainState
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -34,21 +31,23 @@ class Counted:
 
 
 def loss_not_finite(
-    engine: Engine, comm: Comm, counted: Sequence[Counted], buffers: Sequence[torch.Tensor]
+    state: TrainState, comm: Comm, counted: Sequence[Counted], buffers: Sequence[torch.Tensor]
 ) -> NonFiniteError:
     """The error for a step whose loss is not finite on some rank, found by all ranks together before any update.
 
-    `buffers` are those of `engine.buffers` as they were before the step.
+    `buffers` are the model's as they were before the step.
     """
     bad = [one.micro_batch for one in counted if not one.is_finite]
-    names = [(name, local_part(value.detach())) for name, value in engine.stored]
+    names = [(name, local_part(value.detach())) for name, value in state.cut.parameters]
     tensor = next((name for name, value in names if not value.isfinite().all()), None)
     if tensor is None:  # of buffers, infinite ones may be masks
-        tensor = next((name for (name, _), old in zip(engine.buffers, buffers, strict=True) if old.isnan().any()), None)
+        tensor = next(
+            (name for (name, _), old in zip(state.cut.buffers, buffers, strict=True) if old.isnan().any()), None
+        )
     ids = [sample for part in bad for sample in part.ids]
     holding = [sample for part in bad for sample in _samples_with_nan(part)]
     reports = [Found(*told) for told in comm.gather([tensor, ids, holding, len(bad), len(counted)])]
-    return blame(engine.steps_done + 1, reports, engine.layout.data_rank, engine.tensor_names)
+    return blame(state.steps_done + 1, reports, state.cut.layout.data_rank, state.cut.tensor_names)
 
 
 @dataclass(frozen=True)

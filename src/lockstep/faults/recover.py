@@ -7,16 +7,13 @@ checkpoint, or stop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from lockstep.config.schema import RecoverConfig
 from lockstep.errors import NonFiniteError, RecoveryError, SpikeError, StoppedTogetherError, some_samples
-from lockstep.faults.spikes import Spike, SpikeDetector
-from lockstep.runtime.torch_private import foreach_copy, version_of
+from lockstep.step.spikes import Spike
 
 MOST_SKIPS = 10
 """So many steps in a row that had to be skipped are a training that learns nothing any more."""
@@ -61,7 +58,6 @@ class Recovery:
 
     def __init__(self, config: RecoverConfig, surroundings: Surroundings | None = None) -> None:
         self.config = config
-        self.spikes = SpikeDetector()
         self._surroundings = surroundings
         self._skipped_in_a_row = 0
         self._rollbacks = (-1, 0)  # to which step, and how many times
@@ -78,9 +74,10 @@ class Recovery:
             action = "stop"  # the next step would have the same weights
         return self._decided(error.what, error.step, error.rank, error.sample_ids, loss, action, error.cause, error)
 
-    def spike(self, loss: float, step: int, everybodys_ids: Callable[[], list[int]]) -> Alarm | None:
-        """Look at a finite loss; returns what to do when it is a spike. Raises where the run is to stop."""
-        found = self.spikes.see(loss)
+    def spike(
+        self, found: Spike | None, loss: float, step: int, everybodys_ids: Callable[[], list[int]]
+    ) -> Alarm | None:
+        """What to do about a finite loss that may be a spike; raises where the run is to stop."""
         if found is None or (self.config.on_spike == "warn" and not found.first):
             return None
         ids = everybodys_ids()
@@ -165,56 +162,3 @@ def _comes_back(sentence: str, target: int, times: int) -> RecoveryError:
         f"{sentence}, after the run went back to the checkpoint of step {target} {times} times: lower the learning "
         "rate, or go back to an older checkpoint (--resume PATH)"
     )
-
-
-class BufferCopies:
-    """The buffers of a model as they were before a step, to be put back when the step does not count."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = list(buffers)
-        self._copies: list[torch.Tensor] = []
-        self._versions: list[int] = []
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Before a step: copy what may have changed since the last one."""
-        if not self._copies:
-            self._copies = [buffer.clone() for buffer in self._buffers]
-        else:
-            pairs = list(zip(self._copies, self._buffers, self._versions, strict=True))
-            # BatchNorm changes its statistics without a word; of masks and counters it is known.
-            _copy_all((copy, buffer) for copy, buffer, _ in pairs if buffer.is_floating_point())
-            _copy_all(
-                (copy, buffer)
-                for copy, buffer, version in pairs
-                if not buffer.is_floating_point() and version_of(buffer) != version
-            )
-        self._versions = [version_of(buffer) for buffer in self._buffers]
-
-    @property
-    def values(self) -> Sequence[torch.Tensor]:
-        """As they were before the step."""
-        return self._copies
-
-    def changed(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The buffers that are no longer as they were, by number, with what they are now."""
-        for number, (buffer, copy) in enumerate(zip(self._buffers, self._copies, strict=True)):
-            if not _is_same(buffer, copy):
-                yield number, buffer.clone()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """The step does not count."""
-        _copy_all(zip(self._buffers, self._copies, strict=False))
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the values are the same; NaN is what it was where it still is NaN."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair into the first, by as few kernels as there can be."""
-    listed = list(pairs)
-    if listed:
-        foreach_copy([into for into, _ in listed], [source for _, source in listed])

@@ -98,8 +98,8 @@ class Journal:
             world_size=place.world_size,
             nodes=place.nodes,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-            precision=engine.precision,
-            formats=number_formats(engine.precision, engine.numerics, device.type),
+            precision=engine.setup.settings.precision,
+            formats=number_formats(engine.setup.settings.precision, engine.setup.settings.numerics, device.type),
             resumed_from_step=engine.steps_done or None,
             total_steps=loader.total_steps,
             steps_per_epoch=loader.steps_per_epoch,
@@ -107,7 +107,7 @@ class Journal:
             micro_batch=loader.order.micro_batch,
             item="samples" if loader.reading.tokens is None else "tokens",
             versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            parameters=engine.parameter_count,
+            parameters=engine.cut.parameter_count,
             host=socket.gethostname(),
         )
         order = loader.order

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.config.schema import LaunchConfig, SetupConfig
+from lockstep.config.schema import LaunchConfig
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import Order
 from lockstep.engine import Engine
@@ -84,23 +84,25 @@ class Watching:
             self._say(line, "warning")
         self.profiler.begin_step(engine.steps_done + 1, engine)
 
-    def foretell(self, engine: Engine, order: Order, cutting: SetupConfig, planned: Callable[[], Model] | None) -> None:
+    def foretell(self, engine: Engine, order: Order, planned: Callable[[], Model] | None) -> None:
         """Tell what the planner expects of the steps to come, where it knows the model."""
-        where = (cutting, self._layout, self._comm.place, self._device)
+        where = (engine.setup.settings, self._layout, self._comm.place, self._device)
         batches = (order.global_batch, order.micro_batch)
-        self._journal.foretell(Expected(planned, *where, engine.precision, *batches, engine.attention))
+        self._journal.foretell(
+            Expected(planned, *where, engine.setup.settings.precision, *batches, engine.state.attention)
+        )
 
     def show(self, engine: Engine, first: MicroBatch) -> None:
         """A first micro-batch is known, with which the first rank counts what a sample costs."""
         if self._comm.rank == 0:
             with self._comm.beat.busy():
-                self.uncut.show(engine.plain_loss, first, engine.precision)
+                self.uncut.show(engine.setup.loss, first, engine.setup.settings.precision)
 
     def tell_flops(self, engine: Engine) -> None:
         """Tell what a sample costs, and what the device of a rank could do."""
 
         def event() -> dict[str, Any]:
-            formats = number_formats(engine.precision, engine.numerics, self._device.type)
+            formats = number_formats(engine.setup.settings.precision, engine.setup.settings.numerics, self._device.type)
             peak = find_peak(self._device, formats["matrix products"], self._comm.place, self._share_gpu)
             return flops_event(self.uncut, peak)
 

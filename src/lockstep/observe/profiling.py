@@ -189,7 +189,6 @@ class Recording:
             self._wait_for_device()
             self._held = held_tensors(self._engine)
             self._start()
-            self._engine.marked = record_function
         self._step.close()
         self._step.enter_context(record_function(f"{STEP}{step}"))
 
@@ -199,7 +198,6 @@ class Recording:
 
     def close(self) -> None:
         """Switch the profiler off."""
-        self._engine.marked = nullcontext
         self._step.close()
         if self._state == "ready":  # torch takes back what it has made ready only with a trace
             self._start()

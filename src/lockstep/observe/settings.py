@@ -8,27 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.schema import LaunchConfig, SetupConfig
+from lockstep.config.schema import LaunchConfig
 from lockstep.config.toml import write_toml
 from lockstep.data.loader import Loader
 from lockstep.engine import Engine
 
 
-def script_settings(config: LaunchConfig, settings: SetupConfig, engine: Engine, loader: Loader) -> str:
+def script_settings(config: LaunchConfig, engine: Engine, loader: Loader) -> str:
     """All of them as TOML, in the order of a recipe's config. Nothing of the environment is in it.
 
     A script may have passed anything: where it cannot be written down, that is said instead, and the run goes on.
     """
     try:
-        return write_toml(_without_numpy(_values(config, settings, engine, loader)))
+        return write_toml(_without_numpy(_values(config, engine, loader)))
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         return f"# the settings of this script could not be written ({why})\n"
 
 
-def _values(config: LaunchConfig, settings: SetupConfig, engine: Engine, loader: Loader) -> dict[str, Any]:
+def _values(config: LaunchConfig, engine: Engine, loader: Loader) -> dict[str, Any]:
     values: dict[str, Any] = {"script": Path(sys.argv[0]).name, **config.model_dump()}
-    values |= {**settings.model_dump(), "attention": engine.attention or "auto"}
+    values |= {**engine.setup.settings.model_dump(), "attention": engine.state.attention or "auto"}
     values |= {
         "steps": loader.steps,
         "epochs": loader.epochs,

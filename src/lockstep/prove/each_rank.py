@@ -33,12 +33,12 @@ def each_rank_in_turn(engine: Engine, batch: StepBatch, loader: Loader) -> list[
     rank = engine.layout.data_rank(engine.rank)
     first = first_micro_batch(loader.dataset, loader.order, loader.reading)
     done, count = engine.steps_done, max(1, len(batch.micro_batches))
+    engine.stop_observing()
     vars(engine.optimizer)["step"] = lambda *_, **__: None
-    engine._observe = None
     found: list[RankNumbers] = []
     reference: dict[str, torch.Tensor] = {}
     for turn in range(engine.layout.data_size):
-        engine.steps_done = done
+        engine.state.steps_done = done
         parts = [replace(first, filler=rank != turn)] * count
         result = engine.step(replace(batch, micro_batches=parts, samples=count * len(first.ids)))
         gradients = _gradients(engine)
@@ -49,7 +49,7 @@ def each_rank_in_turn(engine: Engine, batch: StepBatch, loader: Loader) -> list[
 
 @torch.no_grad()
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    engine.rest()
+    engine.state.rest()
     return {
         name: engine.whole(name, parameter.grad).detach().clone()
         for name, parameter in engine.stored

@@ -134,7 +134,7 @@ class Recorder:
             buffers=[name for name, _ in _float_buffers(engine)],
             names=[name for name, _ in engine.model.named_parameters(remove_duplicate=False)],
             tied=tied_names(engine.model),
-            blocks=engine.blocks,
+            blocks=engine.cut.blocks,
             blocks_built=self._blocks_built,
             changed=self._changed,
             shaken=self.settings.shaken,
@@ -148,7 +148,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._engine.forward_begins = lambda _: None
+        self._engine.forwards.begins = lambda _: None
         self._micro_batches[loader.name] = loader.order.micro_batch
         if loader.is_coupled:
             self._fixed.setdefault(loader.name, "coupled")
@@ -190,8 +190,8 @@ class Recorder:
             if not in_backward() and torch.is_grad_enabled():
                 self._returned.append((name, list(tensors_of(output))))
 
-        engine.forward_begins = begin
-        for model in engine.models:
+        engine.forwards.begins = begin
+        for model in engine.cut.models:
             for name, module in model.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
                 self._hooks.append(hook)
@@ -224,11 +224,11 @@ class Recorder:
     @torch.no_grad()
     def _write_tensors(self, engine: Engine, step: int, skipped: bool = False) -> dict[str, int]:
         """Write whole values and gradients where this rank is the one to do so; returns checksums of the values."""
-        engine.rest()
+        engine.state.rest()
         # At zero1 the engine stores rows of what the model computes with: the latter shows a gathering that failed.
         # Under tp the model has parts of what the engine stores.
-        with engine.hidden():
-            used = {name: parameter for model in engine.models for name, parameter in model.named_parameters()}
+        with engine.state.hidden():
+            used = {name: parameter for model in engine.cut.models for name, parameter in model.named_parameters()}
         used = {name: p for name, p in used.items() if not is_fake(p) and engine.layout.tp == 1}
         tensors: Tensors = {}
         checksums = {}

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lockstep.data.digest import digest_of_value
 from lockstep.data.loader import MicroBatch
 from lockstep.data.looking import Read
+from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.faults.invariants import parameters_of
 from lockstep.follow.carried import CarriedPlace, differs, holds_objects, noted, places_of, put_back, watched
@@ -29,12 +30,10 @@ from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
 from lockstep.runtime.seeds import seed_of
 from lockstep.runtime.torch_private import AnyBatchNorm
+from lockstep.step.scoring import MetricFunction
 from lockstep.text.units import listed
+from lockstep.training.tries import Tried
 from lockstep.trial.fits import free_bytes
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
-    from lockstep.step.scoring import MetricFunction
 
 SAMPLES = 5
 """How many are tried: a part of two and one of three, so that neither is a single one and a mean of means shows."""
@@ -65,21 +64,6 @@ MORE = 10_000
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A forward that counted for nothing: loss sum, weight, and whether it drew random numbers; equal on every rank."""
-
-    loss: float
-    weight: float
-    drew: bool
-    flips: bool
-    """Whether it drew one number for all samples, by which it may do something in some steps only."""
-    by_rank: list[float]
-    """The loss sum of every data rank."""
-    changed: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The buffers of this rank that it has changed, with what it made of them."""
-
-
-@dataclass(frozen=True)
 class Coupling:
     """What makes the numbers of a sample depend on those who share its forward, in words; None: nothing does.
 
@@ -107,20 +91,20 @@ def find_coupling(
     and `uneven` gives some of the most different sizes. Every rank calls it, with the same ones.
     """
     norms, batch_norm = _batch_norms(engine)
-    places = places_of(engine.models, engine.plain_loss)
+    places = places_of(engine.cut.models, engine.setup.loss)
     count = min(SAMPLES, samples)
-    engine.may_draw = False
+    engine.forwards.may_draw = False
     with _evaluating(norms, engine.device), put_back(places):
         cause, gathers, parts = None, False, []
-        with engine.draws.learning():
+        with engine.forwards.draws.learning():
             for start in range(0, samples - count + 1, count):
                 whole = read(start, start + count)
                 is_alike = comm.is_same(digest_of_value(whole.data))
                 if not is_alike:
                     _refuse_unsteady(engine)
                 with put_back(places):
-                    engine.may_draw = engine.try_forward(whole).drew
-                    if engine.may_draw and count > 1:
+                    engine.forwards.may_draw = engine.try_forward(whole).drew
+                    if engine.forwards.may_draw and count > 1:
                         _learn_draws(engine, read(start, start + count // 2))
                 first = _checked_again(engine, comm, whole, places)
                 if is_alike:
@@ -141,9 +125,9 @@ def find_coupling(
             if cause is not None and engine.layout.data_size > 1:
                 gathers = _gathers(engine, parts[0], read(middle, middle + count // 2))
             cause = cause or _cause_in_gradients(engine, comm, whole, parts)
-    if engine.may_draw and not engine.draws_by_sample:
+    if engine.forwards.may_draw and not engine.forwards.draws_by_sample:
         cause = cause or "compiled code draws random numbers for all samples of a forward at once"
-    return Coupling(cause, batch_norm, engine.may_draw, gathers)
+    return Coupling(cause, batch_norm, engine.forwards.may_draw, gathers)
 
 
 def coupled_since(engine: Engine, read: Read, samples: int, micro_batch: int) -> str | None:
@@ -155,7 +139,7 @@ def coupled_since(engine: Engine, read: Read, samples: int, micro_batch: int) ->
     count = min(most, samples)
     if count < 2:
         return None
-    with put_back(places_of(engine.models, engine.plain_loss)):
+    with put_back(places_of(engine.cut.models, engine.setup.loss)):
         together = read(0, count)
         count = len(together.ids)  # the last step of an epoch may have fewer
         if count < 2:
@@ -180,13 +164,13 @@ def coupled_metric(engine: Engine, read: Read, count: int, metrics: Mapping[str,
         return None
     parts = [read(0, count // 2), read(count // 2, count)]
     with ExitStack() as everything:
-        for function in (engine.plain_loss, *metrics.values()):
-            everything.enter_context(put_back(places_of(engine.models, function)))
+        for function in (engine.setup.loss, *metrics.values()):
+            everything.enter_context(put_back(places_of(engine.cut.models, function)))
         with _too_few(engine) as raised:
             whole, apart = engine.evaluate([together], metrics), engine.evaluate(parts, metrics)
     if raised:
         return "scores"
-    rounding = max(1e-2 if engine.precision != "fp32" else 0.0, engine.trial_rounding)
+    rounding = max(1e-2 if engine.setup.settings.precision != "fp32" else 0.0, engine.trial_rounding)
     for name, one in whole.items():
         far = max(abs(one.sum - apart[name].sum), abs(one.count - apart[name].count))
         if not far <= rounding * max(abs(one.sum), abs(one.count)) and math.isfinite(one.sum):
@@ -239,7 +223,7 @@ def _refuse_unlike_ranks(engine: Engine, tried: Tried) -> None:
     for rank, loss in enumerate(others, start=1):
         if abs(loss - reference) > engine.trial_rounding * abs(reference):
             raise UserError(
-                f"{loss_line(engine.plain_loss)} gives {reference:.6g} on data rank 0 and {loss:.6g} on data rank "
+                f"{loss_line(engine.setup.loss)} gives {reference:.6g} on data rank 0 and {loss:.6g} on data rank "
                 f"{rank} for the same samples",
                 "let no seed, generator or `if` in it depend on the rank",
             )
@@ -330,7 +314,7 @@ def _cause_among_many(engine: Engine, comm: Comm, read: Read, count: int, part: 
                     if raised:
                         raise raised[0]
                     if whole.loss == 0:
-                        none = f"{loss_line(engine.plain_loss)} gives 0 for the first {count} samples"
+                        none = f"{loss_line(engine.setup.loss)} gives 0 for the first {count} samples"
                         return f"{none}, which does not tell whether they depend on those who share their forward"
                     cause = _cause(engine, together, parts, whole) if math.isfinite(whole.loss) else None
                 if cause is not None:
@@ -391,8 +375,8 @@ def _counted(norms: Sequence[AnyBatchNorm]) -> Iterator[list[int]]:
 def _zeros(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
     """What this rank has of parameters and is all zeros, by name and by who else has it."""
     found: dict[tuple[str, str], torch.Tensor] = {}
-    names = set(engine.tensor_names)  # each tensor under one of its names
-    with engine.hidden():
+    names = set(engine.cut.tensor_names)  # each tensor under one of its names
+    with engine.state.hidden():
         parameters = parameters_of(engine.cut)
     for name, parameter in parameters.items():
         part = local_part(parameter.detach())
@@ -423,7 +407,7 @@ def _cause(
         tried = [engine.try_forward(part) for part in parts]
     if raised:
         count, sizes = len(together.ids), _sizes(parts)
-        return f"{loss_line(engine.plain_loss)} takes {count} samples in a forward, and not {sizes} ({raised[0]})"[:300]
+        return f"{loss_line(engine.setup.loss)} takes {count} samples in a forward, and not {sizes} ({raised[0]})"[:300]
     return _cause_in(engine, together, parts, whole, tried, rounding)
 
 
@@ -445,18 +429,18 @@ def _cause_in(
         got = listed([f"{one.weight:g}" for one in tried])
         always = all(one.weight == whole.weight for one in tried)
         advice = " (if its loss is a mean: return the sum, and how many count)" if always else ""
-        line = loss_line(engine.plain_loss)
+        line = loss_line(engine.setup.loss)
         return f"{line} returns the weight {whole.weight:g} for {count} samples, {got} for {sizes}{advice}"
     if abs(loss - whole.loss) <= rounding * scale:
         return None
     mean = sum(one.loss * one.weight for one in tried)
     if abs(mean - whole.loss * whole.weight) <= rounding * scale * abs(whole.weight):
         raise UserError(
-            f"{loss_line(engine.plain_loss)} returns a mean as the sum of its losses: {whole.loss:.6g} for {count} "
+            f"{loss_line(engine.setup.loss)} returns a mean as the sum of its losses: {whole.loss:.6g} for {count} "
             f"samples, {listed([f'{one.loss:.6g}' for one in tried])} for {sizes}",
             'use reduction="sum", or say loss_reduction="mean" in run.setup (config: loss_reduction)',
         )
-    where = _first_coupled(engine, parts, together) or loss_line(engine.plain_loss)
+    where = _first_coupled(engine, parts, together) or loss_line(engine.setup.loss)
     return f"{where} makes the loss of a sample depend on those who share its forward"
 
 
@@ -469,20 +453,20 @@ def _cause_in_other_steps(engine: Engine, together: MicroBatch, parts: Sequence[
     begun = engine.steps_done
     try:
         for step in range(1, COINS + 1):
-            engine.steps_done = begun + step
+            engine.state.steps_done = begun + step
             whole = engine.try_forward(together)
             if math.isfinite(whole.loss) and (cause := _cause(engine, together, parts, whole)) is not None:
                 return f"in some steps {cause}"
     finally:
-        engine.steps_done = begun
+        engine.state.steps_done = begun
     return None
 
 
 def _cause_in_gradients(engine: Engine, comm: Comm, together: MicroBatch, parts: Sequence[MicroBatch]) -> str | None:
     """What couples samples although no loss shows it, in the backward pass alone."""
     found = None
-    gathered = engine.parameter_count if engine.layout.fsdp > 1 else 0
-    gradients = 4 * (gathered + 2 * sum(one.numel() for _, one in engine.trained))
+    gathered = engine.cut.parameter_count if engine.layout.fsdp > 1 else 0
+    gradients = 4 * (gathered + 2 * sum(one.numel() for _, one in engine.cut.trained))
     count, trial = len(together.ids), lambda part: engine.try_gradients([part])
     if engine.needs_whole_steps is None and _fits(engine, comm, count, parts[0], trial, least=gradients):
         whole = engine.try_gradients([together])
@@ -537,7 +521,7 @@ def _checked_again(engine: Engine, comm: Comm, whole: MicroBatch, places: Sequen
     changed = [place for place, old, now in zip(places, before, noted(places), strict=True) if differs(old, now)]
     with watched([place for place in changed if type(place.get()) in (int, float)]) as decides:
         second = engine.try_forward(whole)
-    line, lost = loss_line(engine.plain_loss), "which no checkpoint has and every rank would have its own of"
+    line, lost = loss_line(engine.setup.loss), "which no checkpoint has and every rank would have its own of"
     fix = "make it a function of the batch or a buffer, or change it between steps (run.keep saves it)"
     if abs(second.loss - first.loss) > engine.trial_rounding * abs(first.loss) or second.weight != first.weight:
         kept = next((one for one in comm.gather(next((place.words for place in changed), None)) if one), None)

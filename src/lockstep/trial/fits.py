@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,11 +14,9 @@ from lockstep.data.loader import MicroBatch, Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.data.transfer import Transfers
 from lockstep.follow.forward import following
+from lockstep.engine import Engine
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
-
-if TYPE_CHECKING:
-    from lockstep.engine import Engine
 
 SHARE_FOR_ACTIVATIONS = 0.5
 """The part of the free memory that activations may take: gradients and optimizer state come on top later."""
@@ -53,7 +51,7 @@ def activation_bytes(engine: Engine, micro_batch: MicroBatch) -> int:
     # Scoring, because measuring must not count as a batch in running statistics; eager, because a resumed run, which
     # does not measure, has to find the same variants compiled.
     with engine.scoring(), torch.compiler.set_stance("force_eager"), following(keeps=keep):
-        loss, _ = engine.forward(micro_batch, data)
+        loss, _ = engine.forwards.forward(micro_batch, data)
         del loss
     return sum(kept.values())
 

@@ -154,7 +154,7 @@ class Training(IndexPart):
     emergency: str | None = None
     """Why it was saved before a failure; None for all others."""
     recent_losses: dict[str, list[float]] | None = None
-    """Logarithms of the last losses, by which spikes are found (faults/spikes.py)."""
+    """Logarithms of the last losses, by which spikes are found (step/spikes.py)."""
     kept: dict[str, Any] = {}
     """State of the script's own (checkpoint/kept.py)."""
     code: dict[str, str] = {}

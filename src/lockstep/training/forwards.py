@@ -1,0 +1,175 @@
+"""One forward of a micro-batch, under the random streams of its logical coordinates: run, step, sample, block.
+
+Dropout and other draws follow (seed, step, position of the sample, number of the module), never the rank or who shares
+the forward, so that every layout and every micro-batch draws the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.config.arguments import check_has_gradient
+from lockstep.data.loader import MicroBatch
+from lockstep.errors import UserError
+from lockstep.parallel.build.compile import compile_whole, compiled_calls
+from lockstep.parallel.replicate.buffers import ForwardBuffers
+from lockstep.parallel.replicate.shard import call_gathered, weights_read_by_their_modules
+from lockstep.parallel.tensor.context import cut_sequences
+from lockstep.parallel.train_state import TrainState
+from lockstep.parallel.whole.alone import WholeSteps
+from lockstep.runtime.comm import Comm
+from lockstep.runtime.draws import SampleDraws, has_moved
+from lockstep.runtime.seeds import draw_seed, hosts_have_moved, seed_everything, seed_torch
+from lockstep.runtime.torch_private import in_backward
+from lockstep.step.backward import no_backward
+from lockstep.training.buffer_copies import BufferCopies
+from lockstep.training.setup import Setup, Weight, checked_loss, computing
+
+
+class Forwards:
+    """The forwards of a training on this rank: in its steps, in trials before them, and where memory is measured."""
+
+    def __init__(self, setup: Setup, state: TrainState, comm: Comm) -> None:
+        cut, settings = state.cut, setup.settings
+        self.setup = setup
+        self.state = state
+        self.comm = comm
+        self.loss = compile_whole(setup.loss, cut.layout.team > 1) if settings.compile == "model" else setup.loss
+        self.whole_steps = WholeSteps(cut.models, cut.layout)
+        self.buffers = ForwardBuffers(cut.models, cut.buffers, comm)
+        self.copies = BufferCopies([buffer for _, buffer in cut.buffers])
+        self.draws = SampleDraws()
+        self.draws_by_sample = settings.compile == "off"  # compiled code draws for all samples of a forward at once
+        self.may_draw = True
+        """Whether forwards draw random numbers, as far as the first samples tell."""
+        self.is_trial = False
+        """Trials compute in fp32, and count for nothing."""
+        self.begins: Callable[[MicroBatch], None] = lambda _: None
+        """Called before each forward of a micro-batch, outside of it."""
+        self.together = cut.together
+        """Why no rank can leave a forward out, for people; None: it can."""
+        self._step = 0  # whose draws modules make
+        self._calls: Counter[int] = Counter()
+        self._streams: dict[tuple[int, int, int], int] = {}
+        self._explaining: Callable[[], AbstractContextManager[None]] = nullcontext
+        if settings.compile != "off":
+            self._explaining = compiled_calls
+        elif any(isinstance(parameter, DTensor) for model in cut.models for parameter in model.parameters()):
+            self._explaining = weights_read_by_their_modules
+        # A whole compiled model cannot be left between its blocks: it draws from the micro-batch's stream alone.
+        for seeded in cut.seeded if settings.compile != "model" else []:
+            for number, module in enumerate(seeded):
+                module.register_forward_pre_hook(self._seed_module(number))
+
+    def begin(self) -> None:
+        """A step begins, or a trial of one: what the forwards before it drew and changed is over."""
+        self._streams.clear()
+        self.whole_steps.begin()
+        self.buffers.begin()
+        self.copies.take()
+
+    def put_buffers_back(self) -> None:
+        """What forwards have done to buffers does not count."""
+        self.buffers.forget()
+        self.copies.put_back()
+
+    def forward(self, micro_batch: MicroBatch, data: Any) -> tuple[torch.Tensor, Weight]:
+        """Loss sum and weight of one micro-batch (`data`: on the device)."""
+        self.start(micro_batch)
+        counts = self.state.is_in_step or self.is_trial  # others measure something
+        if not counts:
+            self.buffers.begin()
+            self.copies.take()
+        try:
+            with self.drawing(), self.computing(), self.state.hidden(), self.buffers.forward():
+                return self.summed_loss(self.state.cut.models[0], self.own_tokens(data))
+        finally:
+            if not counts:
+                self.put_buffers_back()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """In the number formats and with the attention kernels of this training."""
+        precision = "fp32" if self.is_trial else self.setup.settings.precision
+        return computing(precision, self.state.device, self.state.attention)
+
+    def own_tokens(self, data: Any) -> Any:
+        """This rank's part of the sequences of a micro-batch, where the layout cuts those (cp)."""
+        axis = self.comm.cut_axis("cp")
+        return data if axis is None else cut_sequences(data, axis)
+
+    def summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, Weight]:
+        """Call the user's loss function, and refuse what it must not do or return."""
+        with self._explaining(), self.whole_steps.watching(), no_backward():
+            returned = call_gathered(model, lambda whole: self.loss(whole, data))
+        loss, weight = checked_loss(returned, self.setup.loss_reduction, self.together, self.state.device)
+        check_has_gradient(loss, weight)
+        return loss, weight
+
+    def start(self, micro_batch: MicroBatch) -> None:
+        """Set the random streams of a micro-batch, whose forward follows."""
+        self.begins(micro_batch)
+        self._step, seed = self.state.steps_done, self.setup.seed
+        self._calls.clear()
+        self.comm.beat.tick()
+        seed_everything(draw_seed(seed, self._step))
+        self.draws.begin(micro_batch.index, micro_batch.positions, partial(draw_seed, seed, self._step))
+        if not self.draws_by_sample:
+            seed_torch(draw_seed(seed, self._step, micro_batch.first))
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Entered around a forward, so that what it draws follows the samples."""
+        return self.draws if self.draws_by_sample and self.may_draw else nullcontext()
+
+    def check_undrawn(self) -> None:
+        """After a forward of a training that drew nothing before it began: it still draws nothing.
+
+        Of compiled code nobody knows: it draws to time kernels, and for nothing.
+        """
+        step = self.state.steps_done
+        if (
+            self.draws_by_sample
+            and not self.may_draw
+            and has_moved(self.state.device, draw_seed(self.setup.seed, step))
+        ):
+            raise UserError(
+                f"the forward of step {step + 1} draws random numbers, and at the start it drew none",
+                "let it draw from the first step on, and multiply by 0 what is not wanted yet",
+            )
+
+    def has_drawn(self, micro_batch: MicroBatch) -> bool:
+        """Whether anybody drew random numbers since a forward began that nothing else seeded."""
+        step, seed = self.state.steps_done, self.setup.seed
+        own = draw_seed(seed, step) if self.draws_by_sample else draw_seed(seed, step, micro_batch.first)
+        return has_moved(self.state.device, own) or hosts_have_moved(draw_seed(seed, step))
+
+    @property
+    def flips_coins(self) -> bool:
+        """Whether anybody drew one number for all samples since a forward began."""
+        return self.draws.has_drawn_for_all or hosts_have_moved(draw_seed(self.setup.seed, self.state.steps_done))
+
+    def _seed_module(self, number: int) -> Callable[[nn.Module, Any], None]:
+        def seed(module: nn.Module, _: Any) -> None:
+            if not module.training or not self.may_draw:
+                return
+            key = self.draws.micro_batch, torch.default_generator.initial_seed(), number
+            # torch.utils.checkpoint calls a module again in the backward pass, in the stream it was called in first.
+            if (again := self._streams.get(key)) is not None and in_backward():
+                seed_torch(again)
+                return
+            call = self._calls[number]  # a module that is called twice draws two masks
+            self._calls[number] += 1
+            run, step = self.setup.seed, self._step
+            self.draws.reseed(lambda position: draw_seed(run, step, position, number, call), (number, call))
+            of_all = -1 if self.draws_by_sample else self.draws.positions[0]
+            self._streams[key] = own = draw_seed(run, step, of_all, number, call)
+            seed_torch(own)
+
+        return seed
