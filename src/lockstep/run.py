@@ -101,7 +101,7 @@ from lockstep.training.prepare import use_backends
 from lockstep.training.setup import Setup
 from lockstep.trial.fits import rank_memory
 from lockstep.trial.micro_batch import default_micro_batch
-from lockstep.trial.settle import Wanted, check_still_uncoupled, coupled_score, settle_micro_batch
+from lockstep.trial.settle import LoaderPlan, check_still_uncoupled, coupled_score, settle_micro_batch
 
 MOST_WORKERS = 8
 
@@ -349,7 +349,7 @@ class Run:
             self._show_first(dataset, several, reading)
             saved = self._progress.saved(name)  # a checkpoint that turned out to be damaged has given way to another
             before, most = saved.get("micro_batch"), self._launch.get("most")
-            wanted = Wanted(dataset, order, reading, given, before, most, self._progress.first is None)
+            wanted = LoaderPlan(dataset, order, reading, given, before, most, self._progress.first is None)
             show = None if self._recorder else partial(self._watching.show, engine)
             settled = settle_micro_batch(engine, self._comm, wanted, self.message, self.status, show)
         if settled.again is not None:
@@ -799,7 +799,7 @@ class Run:
         order = self._order(dataset, "evaluation", chosen, chosen, shuffle=False)
         self._show_first(dataset, order, reading)
         if micro_batch is None and train is not None and not train.micro_batch_given:
-            order = self._evaluation_order(Wanted(dataset, order, reading), metrics or {}, train.order.global_batch)
+            order = self._evaluation_order(LoaderPlan(dataset, order, reading), metrics or {}, train.order.global_batch)
         read: list[int] = []
 
         def counted(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -814,7 +814,7 @@ class Run:
             results["perplexity"] = Perplexity(results["loss"].sum, results["loss"].count)
         return results, samples
 
-    def _evaluation_order(self, wanted: Wanted, metrics: Mapping[str, MetricFunction], global_batch: int) -> Order:
+    def _evaluation_order(self, wanted: LoaderPlan, metrics: Mapping[str, MetricFunction], global_batch: int) -> Order:
         """The order, with forwards of the global batch where a score depends on who shares one: on any layout alike."""
         key = tuple((name, id(getattr(metric, "__code__", metric))) for name, metric in metrics.items())
         if key not in self._are_coupled:

@@ -40,7 +40,7 @@ KEYWORD_APIS = {
 }
 """Functions with more parameters than that, all of them public and called by keyword."""
 
-NOT_YET_LINES = 55_521
+NOT_YET_LINES = 56_600
 NOT_YET_ATTRIBUTES = 76
 NOT_YET_MOCKED = {"observe/flops.py", "planner/model/follow.py", "step/optim.py"}
 NOT_YET_FOLDERS = {"runtime"}

@@ -1,4 +1,4 @@
-"""`python -m lockstep.record.events_page > docs/events.md`: the page of all events, made from their declarations."""
+"""`python -m lockstep.record.events_page > docs/events.md`: the page of all events, from their declarations."""
 
 from __future__ import annotations
 

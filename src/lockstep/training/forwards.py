@@ -29,7 +29,7 @@ from lockstep.runtime.comm import Comm
 from lockstep.runtime.draws import SampleDraws, has_moved
 from lockstep.runtime.seeds import draw_seed, hosts_have_moved, seed_everything, seed_torch
 from lockstep.runtime.torch_private import in_backward
-from lockstep.step.backward import no_backward
+from lockstep.step.no_backward import no_backward
 from lockstep.training.buffer_copies import BufferCopies
 from lockstep.training.setup import Setup, Weight, checked_loss, computing
 

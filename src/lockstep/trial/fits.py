@@ -13,8 +13,8 @@ import torch
 from lockstep.data.loader import MicroBatch, Reading, read_steps
 from lockstep.data.order import MicroBatchPlan, Order, Position, StepPlan
 from lockstep.data.transfer import Transfers
-from lockstep.follow.forward import following
 from lockstep.engine import Engine
+from lockstep.follow.forward import following
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import local_part
 

@@ -27,7 +27,7 @@ LOOKS_EVERY = 250
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoaderPlan:
     """A loader that is about to be made: what it reads, and the micro-batch that it was given or had before.
 
     `most` is what fits, where memory ran out in an earlier start. `is_first` says that the run has no other loader.
@@ -62,7 +62,7 @@ class Settled:
 def settle_micro_batch(
     engine: Engine,
     comm: Comm,
-    wanted: Wanted,
+    wanted: LoaderPlan,
     say: Callable[..., None],
     status: Callable[[str], None],
     show: Callable[[MicroBatch], None] | None,
@@ -105,7 +105,7 @@ def settle_micro_batch(
     return Settled(settled, coupling, again)
 
 
-def _free_size(engine: Engine, comm: Comm, wanted: Wanted, status: Callable[[str], None]) -> int:
+def _free_size(engine: Engine, comm: Comm, wanted: LoaderPlan, status: Callable[[str], None]) -> int:
     """How many samples one forward sees where that changes nothing but rounding."""
     order, before = wanted.order, wanted.before
     size = wanted.given or order.micro_batch
@@ -118,7 +118,7 @@ def _free_size(engine: Engine, comm: Comm, wanted: Wanted, status: Callable[[str
 
 
 def _coupling(
-    engine: Engine, comm: Comm, wanted: Wanted, show: Callable[[MicroBatch], None] | None
+    engine: Engine, comm: Comm, wanted: LoaderPlan, show: Callable[[MicroBatch], None] | None
 ) -> tuple[Coupling, tuple[Read, int] | None]:
     """What makes samples depend on each other, found out with the first ones, and these where nothing does."""
     order = wanted.order
@@ -164,7 +164,7 @@ def check_still_uncoupled(
         )
 
 
-def coupled_score(engine: Engine, wanted: Wanted, metrics: Mapping[str, MetricFunction]) -> str | None:
+def coupled_score(engine: Engine, wanted: LoaderPlan, metrics: Mapping[str, MetricFunction]) -> str | None:
     """The score of an evaluation that depends on who shares a forward, found out with its first samples."""
     if wanted.is_stream and second_of(wanted.dataset) is None:
         return None

@@ -1,4 +1,4 @@
-"""What happens to one micro-batch in the stages of this rank (`Passage`), in the order of a pipeline's timetable.
+"""What happens to one micro-batch in this rank's stages (`Passage`), in the order of a pipeline's timetable.
 
 torch's own schedules say in which order; they run here, because theirs want every micro-batch to have one shape, a
 model cut by hand, and a loss outside of it.
