@@ -45,6 +45,41 @@ def fullest_of(memories: Iterable[Memory]) -> Memory:
 
 
 @dataclass(frozen=True)
+class TimeTerm:
+    """How a term of a step is told: in a sentence, in a table, and what makes it smaller."""
+
+    text: str
+    short: str
+    remedy: str = ""
+
+
+TIME_TERMS = {
+    "compute": TimeTerm("products and attention", "compute"),
+    "memory_bound": TimeTerm("norms, residuals, activations", "norms etc.", "--set compile=blocks fuses them"),
+    "launch": TimeTerm(
+        *("waiting for kernels to start", "kernel starts"),
+        "a larger micro-batch (or --set compile=blocks) starts fewer of them",
+    ),
+    "tensor": TimeTerm(
+        *("exposed communication of tp", "tp"), "a smaller tp, or one that stays inside a node, talks less"
+    ),
+    "context": TimeTerm("exposed communication of cp", "cp", "a smaller cp talks less"),
+    "pipeline": TimeTerm(
+        *("exposed communication of pp", "pp"), "a smaller pp, or larger micro-batches, send fewer messages"
+    ),
+    "data": TimeTerm(
+        *("exposed communication of dp and fsdp", "dp, fsdp"),
+        "more samples a GPU (--global-batch), or fewer shards in each group, hide more of it",
+    ),
+    "bubble": TimeTerm(
+        *("idle in the pipeline's bubble", "bubble"),
+        "more micro-batches (a larger --global-batch) or more stages a rank make it smaller",
+    ),
+    "optimizer": TimeTerm("optimizer", "optimizer", "more samples a step, or more shards, leave less of it"),
+}
+
+
+@dataclass(frozen=True)
 class Time:
     """One optimizer step, in seconds, term by term; they add up to `total`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.parallel.pipeline.timetable import SPLITS_BACKWARD
-from lockstep.planner.cost.estimate import Time
+from lockstep.planner.cost.estimate import TIME_TERMS, Time
 from lockstep.planner.cost.job import Job
 from lockstep.text.units import percent
 
@@ -16,31 +16,7 @@ NVIDIA's data sheet gives 10.2 kW for a DGX H100 at most, whose GPUs have 8 x 70
 not in it.
 """
 
-SHARES = {
-    "compute": "products and attention",
-    "memory_bound": "norms, residuals, activations",
-    "launch": "waiting for kernels to start",
-    "tensor": "exposed communication of tp",
-    "context": "exposed communication of cp",
-    "pipeline": "exposed communication of pp",
-    "data": "exposed communication of dp and fsdp",
-    "bubble": "idle in the pipeline's bubble",
-    "optimizer": "optimizer",
-}
-"""The terms of a step, for people."""
-
 COMMUNICATION = ("tensor", "context", "pipeline", "data")
-
-REMEDY = {
-    "memory_bound": "--set compile=blocks fuses them",
-    "launch": "a larger micro-batch (or --set compile=blocks) starts fewer of them",
-    "tensor": "a smaller tp, or one that stays inside a node, talks less",
-    "context": "a smaller cp talks less",
-    "pipeline": "a smaller pp, or larger micro-batches, send fewer messages",
-    "data": "more samples a GPU (--global-batch), or fewer shards in each group, hide more of it",
-    "bubble": "more micro-batches (a larger --global-batch) or more stages a rank make it smaller",
-    "optimizer": "more samples a step, or more shards, leave less of it",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +77,7 @@ def communication_share(time: Time) -> float:
 
 def largest_loss(time: Time) -> tuple[str, float]:
     """The largest term of a step besides products, and its share."""
-    name = max((name for name in SHARES if name != "compute"), key=lambda name: float(getattr(time, name)))
+    name = max((name for name in TIME_TERMS if name != "compute"), key=lambda name: float(getattr(time, name)))
     return name, getattr(time, name) / time.total
 
 
@@ -118,7 +94,7 @@ def _bottleneck(job: Job, time: Time) -> str:
     compute = time.compute / time.total
     if compute >= 0.5 and lost < 0.15:
         again = ", a quarter of it recomputed" if job.recompute == "full" else ""
-        return f"{SHARES['compute']}, {percent(compute)} of a step{again}"
-    told = f"{SHARES[name]}, {percent(lost)} of a step"
+        return f"{TIME_TERMS['compute'].text}, {percent(compute)} of a step{again}"
+    told = f"{TIME_TERMS[name].text}, {percent(lost)} of a step"
     cannot_compile = job.compiled or (job.layout.pp > 1 and job.schedule in SPLITS_BACKWARD)
-    return told if name == "memory_bound" and cannot_compile else f"{told}: {REMEDY[name]}"
+    return told if name == "memory_bound" and cannot_compile else f"{told}: {TIME_TERMS[name].remedy}"

@@ -54,6 +54,16 @@ class Job:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
+    def residual(self) -> float:
+        """Bytes of an element of the stream of residuals."""
+        return self.stack.residual_bytes(self.width)
+
+    @property
+    def rows(self) -> int:
+        """Ranks over which sequence parallelism divides what tensor parallelism leaves whole."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    @property
     def data_size(self) -> int:
         """Ranks that read different samples."""
         return self.layout.data_size

@@ -38,7 +38,6 @@ class Rank:
     shards: int
     samples: float
     """Of a micro-batch; a part of one with cp."""
-    width: float
     rounds: bool
     """Autocast: what products read is rounded to 16 bits for them."""
     whole_gradients: bool
@@ -51,8 +50,7 @@ class Rank:
 def estimate_memory(job: Job) -> tuple[Memory, ...]:
     """One estimate for every rank of a pipeline that may be the fullest, and for the last one."""
     cut = stages_of_job(job)
-    width = job.width
-    block = _kept(job, job.model.blocks, width), _live_block(job, job.model.blocks, width)
+    block = _kept(job, job.model.blocks), _live_block(job, job.model.blocks)
     return tuple(
         _at_the_peak(job, _rank(job, number, cut.blocks[number], number == cut.head, block)) for number in cut.differing
     )
@@ -106,7 +104,6 @@ def _rank(job: Job, number: int, blocks: int, has_last: bool, block: tuple[float
     layout, model, zero = job.layout, job.model, job.effective_zero
     ends, head_weights = model.end_parameters(number == 0, has_last, layout.tp)
     block_parameters = model.blocks.parameters - model.blocks.cut_parameters * (1 - 1 / layout.tp)
-    width = job.width
     accumulates = job.micro_batches > 1 or layout.pp > 1
     return Rank(
         number=number,
@@ -120,8 +117,7 @@ def _rank(job: Job, number: int, blocks: int, has_last: bool, block: tuple[float
         own=blocks * block_parameters + ends,
         shards=layout.fsdp * (layout.cp if stack.shards_over_context else 1),
         samples=job.micro_batch / layout.cp,
-        width=width,
-        rounds=stack.casts_weights and width == 2.0,
+        rounds=stack.casts_weights and job.width == 2.0,
         whole_gradients=zero < 2 or (stack.accumulates_whole and accumulates),
         kept=block[0],
         live=block[1],
@@ -174,13 +170,13 @@ def _waiting(job: Job, rank: Rank) -> float:
     """Bytes of activations that wait for their backward, of all micro-batches in flight, those of the head apart."""
     found = rank.blocks * rank.kept * rank.samples
     if rank.has_first:
-        found += rank.samples * _edge(job, job.model.first, rank.width)
+        found += rank.samples * _edge(job, job.model.first)
     if rank.rounds and job.recompute != "full":
         # Every forward makes its own copies; a block that recomputes itself makes them again.
         found += 2.0 * rank.blocks * rank.block_parameters
     found *= rank.flights
     if heads := _heads_waiting(job, rank):
-        found += heads * rank.samples * _edge(job, job.model.last, rank.width)
+        found += heads * rank.samples * _edge(job, job.model.last)
     return found
 
 
@@ -195,7 +191,7 @@ def _loss(job: Job, rank: Rank) -> tuple[float, float, float]:
     if not (rank.has_last and job.model.logits):
         return 0.0, 0.0, 0.0
     logits = rank.samples * job.model.logits / job.layout.tp
-    head = rank.samples * _edge(job, job.model.last, rank.width)
+    head = rank.samples * _edge(job, job.model.last)
     if rank.rounds:
         head += 2.0 * rank.head_weights
     return logits * job.stack.kept_logits * _heads_waiting(job, rank), head, logits * logit_bytes(job)
@@ -219,31 +215,27 @@ def _gathered(job: Job, rank: Rank) -> tuple[float, float]:
     elif layout.dp * rank.shards > 1:
         found = stack.buckets * rank.own
     if layout.pp > 1:
-        residual = stack.residual_bytes(rank.width)
-        rows = layout.tp if job.sequence_parallel else 1
-        found += 2 * rank.samples * job.model.blocks.border * residual / rows
+        found += 2 * rank.samples * job.model.blocks.border * job.residual / job.rows
     return found, one_block
 
 
-def _kept(job: Job, block: ModelPart, width: float) -> float:
+def _kept(job: Job, block: ModelPart) -> float:
     """Bytes of one sample that a block keeps from its forward to its backward."""
     tp = job.layout.tp
-    rows = tp if job.sequence_parallel else 1
-    residual = job.stack.residual_bytes(width)
+    rows, residual = job.rows, job.residual
     if job.recompute == "full":
         return block.border * residual / rows
     if job.recompute == "selective" and job.stack.selective == "products":
-        return block.border * residual / rows + width * block.alternate_products(tp, rows)
-    return _all_kept(job, block, width)
+        return block.border * residual / rows + job.width * block.alternate_products(tp, rows)
+    return _all_kept(job, block)
 
 
-def _all_kept(job: Job, block: ModelPart, width: float) -> float:
-    stack = job.stack
-    tp = job.layout.tp
-    rows = tp if job.sequence_parallel else 1
-    residual = stack.residual_bytes(width)
+def _all_kept(job: Job, block: ModelPart) -> float:
+    stack, tp, rows, width = job.stack, job.layout.tp, job.rows, job.width
     rounded = block.kept - block.kept_residual
-    whole = block.kept_residual * residual + rounded * width + block.kept_bytes + stack.copies * block.border * width
+    whole = (
+        block.kept_residual * job.residual + rounded * width + block.kept_bytes + stack.copies * block.border * width
+    )
     kept = whole / rows + block.cut_kept * width / tp
     if job.layout.pp > 1:
         kept += stack.pipeline_copies * block.border * width / rows
@@ -258,55 +250,52 @@ def _all_kept(job: Job, block: ModelPart, width: float) -> float:
         kept += 2 * block.border * (width * job.layout.cp - 1 / rows)
     if block.attention:
         if stack.gathers_keys and job.layout.cp > 1:
-            kept += _whole_keys(job, block.attention, width)
+            kept += _whole_keys(job, block.attention)
         if not job.uses_flash and (job.recompute == "none" or stack.drops_for_all_ranks):
-            kept += _scores(job, block.attention, width)
+            kept += _scores(job, block.attention)
     return kept
 
 
-def _whole_keys(job: Job, attention: AttentionSize, width: float) -> float:
+def _whole_keys(job: Job, attention: AttentionSize) -> float:
     """Bytes that cp adds to a sample's part on a rank, which is counted as 1/cp of one."""
     keys = 2 * attention.kv_heads * attention.head_dim * attention.tokens
     # One product for queries, keys and values keeps the rank's own keys alive beside the gathered ones.
     has_own = job.model.shape is None or job.model.shape.fused
     # Both chunks of a causal sequence are kept by attention, and once more when they are put together.
     mixed = attention.heads * attention.head_dim * attention.tokens if attention.causal else 0
-    return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * width / job.layout.tp
+    return (keys * (job.layout.cp - (0 if has_own else 1)) + mixed) * job.width / job.layout.tp
 
 
-def _scores(job: Job, attention: AttentionSize, width: float) -> float:
+def _scores(job: Job, attention: AttentionSize) -> float:
     """Bytes of one sample for the square of scores: softmax and, with dropout, its mask and what it leaves."""
     tp, cp = job.layout.tp, job.layout.cp
     dropped = job.model.shape is not None and job.model.shape.dropout
     own = attention.scores / cp / tp
     if not job.stack.drops_for_all_ranks:
-        return own * (2 * width + 1 if dropped else width)
+        return own * (2 * job.width + 1 if dropped else job.width)
     if not dropped:
         return own * 4.0
     if tp * cp == 1:
         return own * (12.0 if job.machine.gpu.is_cpu else 9.0)
     # The mask, of 32 bits an element, is drawn for all ranks.
-    return own * (4.0 + width + 4.0 * tp * cp)
+    return own * (4.0 + job.width + 4.0 * tp * cp)
 
 
-def _live_block(job: Job, block: ModelPart, width: float) -> float:
+def _live_block(job: Job, block: ModelPart) -> float:
     """Bytes of one sample while a block is gone back through: its gradients, and all it keeps if it is recomputed."""
     tp = job.layout.tp
-    rows = tp if job.sequence_parallel else 1
-    residual = job.stack.residual_bytes(width)
-    live = 2 * block.border * residual / rows + block.widest * 2 * width / tp
+    rows, residual = job.rows, job.residual
+    live = 2 * block.border * residual / rows + block.widest * 2 * job.width / tp
     if rows > 1:
-        live += 2 * block.border * width
+        live += 2 * block.border * job.width
     if job.recompute == "full":
-        live += _all_kept(job, block, width)
+        live += _all_kept(job, block)
     return live
 
 
-def _edge(job: Job, part: ModelPart | None, width: float) -> float:
+def _edge(job: Job, part: ModelPart | None) -> float:
     """Bytes of one sample that the embedding or the head keeps."""
     if part is None:
         return 0.0
-    rows = job.layout.tp if job.sequence_parallel else 1
-    residual = job.stack.residual_bytes(width)
-    kept = part.kept_residual * residual + (part.kept - part.kept_residual) * width
-    return kept / rows + part.kept_bytes + part.cut_kept * width / job.layout.tp
+    kept = part.kept_residual * job.residual + (part.kept - part.kept_residual) * job.width
+    return kept / job.rows + part.kept_bytes + part.cut_kept * job.width / job.layout.tp

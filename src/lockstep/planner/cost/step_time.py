@@ -238,7 +238,7 @@ def collective_seconds(job: Job, kind: Kind, size: float, ranks: int, stride: in
 def neighbour_seconds(job: Job) -> float:
     """What a pipeline stage hands to the next, from all GPUs of a node at once."""
     machine, layout = job.machine, job.layout
-    size = job.model.blocks.border * job.micro_batch / layout.cp * job.stack.residual_bytes(job.width)
+    size = job.model.blocks.border * job.micro_batch / layout.cp * job.residual
     size /= layout.tp if job.stack.parts_cross else 1
     stride = layout.world_size // layout.pp
     if stride * 2 <= machine.gpus_per_node or machine.nodes == 1:

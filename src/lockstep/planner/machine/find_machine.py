@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -63,22 +63,9 @@ def find_gpu(name: str) -> GpuKind:
     tables = _tables()
     found = tables["gpu"][entry]
     usable = found["usable_gib"] * 2**30 / 1e9 / found["memory_gb"] if "usable_gib" in found else 1.0
-    return GpuKind(
-        name=entry,
-        tflops={kind: float(peak) for kind, peak in found["tflops"].items()},
-        matmul=found.get("matmul", tables["matmul"]),
-        flash=found.get("flash", tables["flash"]),
-        best_flash=found.get("best_flash"),
-        memory_gb=float(found["memory_gb"]),
-        memory_gb_s=float(found["memory_gb_s"]),
-        multiprocessors=found["multiprocessors"],
-        watts=float(found["watts"]),
-        idle_watts=found["watts"] * tables["idle_share"],
-        source=found["source"],
-        usable=usable,
-        is_cpu=found.get("is_cpu", False),
-        runs_lockstep=found.get("runs_lockstep", True),
-    )
+    given = {field.name: found[field.name] for field in fields(GpuKind) if field.name in found}
+    usual = {"matmul": tables["matmul"], "flash": tables["flash"], "idle_watts": found["watts"] * tables["idle_share"]}
+    return GpuKind(**{**usual, **given, "name": entry, "usable": usable})
 
 
 def known_gpus() -> list[str]:

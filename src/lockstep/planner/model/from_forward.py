@@ -249,12 +249,9 @@ def _part(seen: Seen, batch: int) -> ModelPart:
     """The share of one sample."""
     attention = None
     if seen.attentions:
-        first = seen.attentions[0]
-        attention = replace(
-            first,
-            heads=sum(one.heads for one in seen.attentions),
-            kv_heads=sum(one.kv_heads for one in seen.attentions),
-        )
+        heads, kv_heads = (sum(getattr(one, name) for one in seen.attentions) for name in ("heads", "kv_heads"))
+        attention = replace(seen.attentions[0], heads=heads, kv_heads=kv_heads)
+    per_sample = ("kept", "cut_kept", "kept_bytes", "traffic", "cut_traffic", "border")
     return ModelPart(
         name=seen.name,
         count=1,
@@ -262,13 +259,8 @@ def _part(seen: Seen, batch: int) -> ModelPart:
         cut_parameters=seen.cut_parameters,
         matmuls=tuple(replace(one, rows=max(1, one.rows // batch)) for one in seen.matmuls),
         attention=attention,
-        kept=seen.kept / batch,
-        cut_kept=seen.cut_kept / batch,
-        kept_bytes=seen.kept_bytes / batch,
-        traffic=seen.traffic / batch,
-        cut_traffic=seen.cut_traffic / batch,
         kernels=seen.kernels,
-        border=seen.border / batch,
+        **{name: getattr(seen, name) / batch for name in per_sample},
     )
 
 

@@ -97,6 +97,13 @@ class ModelPart:
         return cut / tp + self.border / rows
 
 
+ADDED_UP = (
+    *("parameters", "cut_parameters", "kept", "cut_kept", "kept_residual", "kept_bytes", "traffic", "cut_traffic"),
+    "kernels",
+)
+"""Numbers of parts that are one after the other."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a transformer, as a Hugging Face config has them."""
@@ -212,15 +219,7 @@ def _together(parts: tuple[ModelPart, ...]) -> ModelPart | None:
     return ModelPart(
         name=", ".join(part.name for part in parts),
         count=1,
-        parameters=total("parameters"),
-        cut_parameters=total("cut_parameters"),
         matmuls=tuple(matmul for part in parts for _ in range(part.count) for matmul in part.matmuls),
-        kept=total("kept"),
-        cut_kept=total("cut_kept"),
-        kept_residual=total("kept_residual"),
-        kept_bytes=total("kept_bytes"),
-        traffic=total("traffic"),
-        cut_traffic=total("cut_traffic"),
-        kernels=total("kernels"),
+        **{name: total(name) for name in ADDED_UP},
         border=parts[-1].border,
     )

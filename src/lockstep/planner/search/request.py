@@ -39,18 +39,8 @@ MOST_A_SAMPLE = 16
 """GPUs that share a sample, where the batch is assumed: more would wait for one another too much."""
 
 READ = (
-    "global_batch",
-    "micro_batch",
-    "precision",
-    "recompute",
-    "compile",
-    "attention",
-    "shard.level",
-    "pipeline.schedule",
-    "pipeline.micro_batches",
-    "pipeline.stages_per_rank",
-    "tensor.sequence",
-    "layout",
+    *("global_batch", "micro_batch", "precision", "recompute", "compile", "attention", "shard.level", "layout"),
+    *("pipeline.schedule", "pipeline.micro_batches", "pipeline.stages_per_rank", "tensor.sequence"),
 )
 """Keys of the config that a plan depends on, besides `model`."""
 

@@ -9,8 +9,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lockstep.planner.cost.checks import Verdict, capacity, verdict
-from lockstep.planner.cost.estimate import Memory, Time, fullest_of
-from lockstep.planner.cost.figures import SHARES, figures
+from lockstep.planner.cost.estimate import TIME_TERMS, Memory, Time, fullest_of
+from lockstep.planner.cost.figures import figures
 from lockstep.planner.cost.job import Job
 from lockstep.planner.show.paste import PLACEHOLDER, options
 from lockstep.text.units import ROUNDED_UP, bytes_text, percent, seconds_text
@@ -28,15 +28,11 @@ COLOURS: dict[Verdict, str] = {"fits": "bold green", "too close to say": "bold y
 BAR_WIDTH = 24
 SHORT = {"interleaved-1f1b": "1f1b", "interleaved-zero-bubble": "zero-bubble"}
 """Names that a table has room for; the number of stages a rank tells them apart."""
-LOST_TO = {
-    "tensor": "tp",
-    "context": "cp",
-    "pipeline": "pp",
-    "data": "dp, fsdp",
-    "memory_bound": "norms etc.",
-    "launch": "kernel starts",
-}
-"""Terms of a step that a table has room for."""
+
+
+def say(terminal: Terminal, text: str, style: str = "") -> None:
+    """A line for people, that the terminal may break and that means what it says."""
+    terminal.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def count_text(number: float) -> str:
@@ -90,7 +86,7 @@ def _describe(job: Job) -> str:
 
 def show_one(job: Job, memories: Sequence[Memory], time: Time, items: float | None, terminal: Terminal) -> None:
     """Memory and time term by term."""
-    terminal.print(title(job, job.layout.world_size), markup=False, soft_wrap=True)
+    say(terminal, title(job, job.layout.world_size))
     terminal.print(_describe(job), markup=False)
     _show_memory(job, memories, terminal)
     _show_time(job, time, items, terminal)
@@ -100,10 +96,8 @@ def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> No
     table = Table(box=None, header_style="bold", pad_edge=False)
     fullest = fullest_of(memories)
     unit, name = (1e9, "GB") if fullest.total >= 1e9 else (1e6, "MB")
-    table.add_column(f"memory of one {holder(job)}, {name}", no_wrap=True)
     heads = [""] if len(memories) == 1 else [_stage(memory, job) for memory in memories]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    add_columns(table, f"memory of one {holder(job)}, {name}", *(f">{head}" for head in heads))
     for term, text in TERMS.items():
         values = [getattr(memory, term) / unit for memory in memories]
         if any(values):
@@ -121,11 +115,8 @@ def _show_memory(job: Job, memories: Sequence[Memory], terminal: Terminal) -> No
         soft_wrap=True,
     )
     if fullest.host:
-        terminal.print(
-            f"beside that, {bytes_text(fullest.host)} of the host's memory for each while a checkpoint is written",
-            style="dim",
-            soft_wrap=True,
-        )
+        host = bytes_text(fullest.host)
+        say(terminal, f"beside that, {host} of the host's memory for each while a checkpoint is written", "dim")
 
 
 def _stage(memory: Memory, job: Job) -> str:
@@ -135,31 +126,24 @@ def _stage(memory: Memory, job: Job) -> str:
 def _show_time(job: Job, time: Time, items: float | None, terminal: Terminal) -> None:
     found = figures(job, time)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(f"a step: {seconds_text(time.total)}", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for name, text in SHARES.items():
+    add_columns(table, f"a step: {seconds_text(time.total)}", ">", ">", "")
+    for name, term in TIME_TERMS.items():
         seconds = getattr(time, name)
         if seconds > 0:
             bar = "█" * round(BAR_WIDTH * seconds / time.total) or "▏"
-            table.add_row(text, seconds_text(seconds), percent(seconds / time.total), bar)
+            table.add_row(term.text, seconds_text(seconds), percent(seconds / time.total), bar)
     terminal.print()
     terminal.print(table)
     if time.hidden:
-        hidden = (f"{LOST_TO[axis]} {seconds_text(seconds)}" for axis, seconds in time.hidden.items() if seconds > 0)
-        if told := "; ".join(hidden):
-            terminal.print(f"hidden behind compute, and not in the sum: {told}", markup=False, soft_wrap=True)
+        shown = ((TIME_TERMS[axis].short, seconds) for axis, seconds in time.hidden.items() if seconds > 0)
+        if told := "; ".join(f"{axis} {seconds_text(seconds)}" for axis, seconds in shown):
+            say(terminal, f"hidden behind compute, and not in the sum: {told}")
     rate = found.items_per_second
-    terminal.print(
-        f"\n{rate:,.0f} {found.item}/s ({rate / job.layout.world_size:,.0f} for each {holder(job)}), MFU "
-        f"{percent(found.mfu)} of "
-        f"{job.machine.gpu.tflops[job.precision]:.3g} TFLOP/s ({job.precision})",
-        markup=False,
-        soft_wrap=True,
-    )
+    each = f"{rate / job.layout.world_size:,.0f} for each {holder(job)}"
+    peak = f"{job.machine.gpu.tflops[job.precision]:.3g} TFLOP/s ({job.precision})"
+    say(terminal, f"\n{rate:,.0f} {found.item}/s ({each}), MFU {percent(found.mfu)} of {peak}")
     show_cost(job, time, items or found.usual_amount, terminal)
-    terminal.print(f"bottleneck: {found.bottleneck}", markup=False, soft_wrap=True)
+    say(terminal, f"bottleneck: {found.bottleneck}")
 
 
 def show_cost(job: Job, time: Time, amount: float | None, terminal: Terminal) -> None:
@@ -173,11 +157,7 @@ def show_cost(job: Job, time: Time, amount: float | None, terminal: Terminal) ->
     if job.machine.gpu.watts:
         used = _energy(found.kilowatt_hours(job, amount))
         energy = f", {used} ({found.watts:,.0f} W for each GPU with its part of the node)"
-    terminal.print(
-        f"{count_text(amount)} {found.item}: {_duration(wall)}, {_amount(hours)} GPU-hours{energy}",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(terminal, f"{count_text(amount)} {found.item}: {_duration(wall)}, {_amount(hours)} GPU-hours{energy}")
 
 
 def _energy(kilowatt_hours: float) -> str:
@@ -198,14 +178,20 @@ def _duration(seconds: float) -> str:
 def show_remarks(remarks: Sequence[str], terminal: Terminal) -> None:
     """What has to be said beside the numbers."""
     for remark in dict.fromkeys(remarks):
-        terminal.print(f"- {remark}", style="yellow", markup=False, soft_wrap=True)
+        say(terminal, f"- {remark}", style="yellow")
 
 
 def show_command(job: Job, named: str, terminal: Terminal, what: str = "it") -> None:
     """What to paste."""
     yours = ", with a config of yours" if named == PLACEHOLDER else ""
     terminal.print(f"\nto run {what}{yours}:", style="bold")
-    terminal.print(f"lockstep train {named} {options(job)}", markup=False, soft_wrap=True)
+    say(terminal, f"lockstep train {named} {options(job)}")
+
+
+def add_columns(table: Table, *heads: str) -> None:
+    """Columns by their heads; one that begins with > has numbers."""
+    for head in heads:
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", no_wrap=True)
 
 
 def print_whole(table: Table, terminal: Terminal) -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.planner.cost.checks import capacity, verdict
-from lockstep.planner.cost.estimate import Memory, Time, fullest_of
-from lockstep.planner.cost.figures import SHARES, figures
+from lockstep.planner.cost.estimate import TIME_TERMS, Memory, Time, fullest_of
+from lockstep.planner.cost.figures import figures
 from lockstep.planner.cost.job import Job
 from lockstep.planner.search.rank_layouts import Candidate
 from lockstep.planner.search.scale import Point, ScalingCurves
@@ -61,7 +61,7 @@ def time_json(job: Job, time: Time, items: float | None) -> dict[str, Any]:
     amount = items or found.usual_amount
     return {
         "step": time.total,
-        "terms": {name: getattr(time, name) for name in SHARES},
+        "terms": {name: getattr(time, name) for name in TIME_TERMS},
         "hidden": time.hidden,
         f"{found.item}_per_second": found.items_per_second,
         "mfu": found.mfu,

@@ -8,7 +8,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 
 from lockstep.planner.search.scale import GPU_WRITES_GB_S, Costs, Point, ScalingCurves
-from lockstep.planner.show.one_layout import count_text, print_whole, schedule_text
+from lockstep.planner.show.one_layout import add_columns, count_text, print_whole, say, schedule_text
 from lockstep.text.charts import Series, line_chart, terminal_chart
 from lockstep.text.units import percent, seconds_text
 
@@ -23,12 +23,12 @@ def show_scaling(scaling: ScalingCurves, costs: Costs, terminal: Terminal) -> No
     if series and terminal.encoding.lower().startswith("utf"):
         terminal.print("\nper cent over GPUs: efficiency, and the share of a step that is communication", style="bold")
         chart = terminal_chart(series, min(terminal.width, 90), height=12, log_x=True, x_format=_whole)
-        terminal.print(chart, markup=False, soft_wrap=True)
+        say(terminal, chart)
     _show_savings(scaling, costs, terminal)
 
 
 def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None:
-    terminal.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+    say(terminal, f"\n{title}", "bold")
     missing = [point for point in points if point.best is None]
     for point in missing[-1:]:
         sizes = f"{missing[0].gpus:,} to {point.gpus:,} GPUs" if len(missing) > 1 else f"{point.gpus:,} GPUs"
@@ -37,29 +37,15 @@ def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None
         return
     unit = next(point.figures.item for point in points if point.figures)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("GPUs", justify="right", no_wrap=True)
-    table.add_column("layout", no_wrap=True)
-    table.add_column("micro", justify="right", no_wrap=True)
-    for head in ("recomp", "schedule"):
-        table.add_column(head, no_wrap=True)
-    for head in ("step", f"{unit}/s", "MFU", "efficiency", "comm."):
-        table.add_column(head, justify="right", no_wrap=True)
+    add_columns(table, ">GPUs", "layout", ">micro", "recomp", "schedule", ">step", f">{unit}/s", ">MFU")
+    add_columns(table, ">efficiency", ">comm.")
     for point in points:
         if point.best is None or point.figures is None or point.efficiency is None:
             continue
         job, found = point.best.job, point.figures
-        table.add_row(
-            f"{point.gpus:,}",
-            str(job.layout),
-            str(job.micro_batch),
-            job.recompute,
-            schedule_text(job),
-            seconds_text(found.step),
-            count_text(found.items_per_second),
-            percent(found.mfu),
-            percent(point.efficiency),
-            percent(found.communication),
-        )
+        cells = [f"{point.gpus:,}", str(job.layout), str(job.micro_batch), job.recompute, schedule_text(job)]
+        cells += [seconds_text(found.step), count_text(found.items_per_second)]
+        table.add_row(*cells, *map(percent, (found.mfu, point.efficiency, found.communication)))
     print_whole(table, terminal)
 
 
@@ -86,32 +72,20 @@ def _show_savings(scaling: ScalingCurves, costs: Costs, terminal: Terminal) -> N
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     unit = next(point.figures.item for point in scaling.strong if point.figures)
-    for head in ("GPUs", "a failure every", "a save", "save every", "goodput", f"useful {unit}/s"):
-        table.add_column(head, justify="right", no_wrap=True)
+    add_columns(table, ">GPUs", ">a failure every", ">a save", ">save every", ">goodput", f">useful {unit}/s")
     for gpus, saving in scaling.savings.items():
         if gpus not in rates:
             continue
-        table.add_row(
-            f"{gpus:,}",
-            long_text(saving.between_failures),
-            seconds_text(saving.save),
-            long_text(saving.interval),
-            f"{100 * saving.goodput:.1f} %",
-            count_text(rates[gpus] * saving.goodput),
-        )
+        cells = [f"{gpus:,}", long_text(saving.between_failures), seconds_text(saving.save), long_text(saving.interval)]
+        table.add_row(*cells, f"{100 * saving.goodput:.1f} %", count_text(rates[gpus] * saving.goodput))
     terminal.print("\ncheckpoints: how often (Daly), and what failures leave (strong scaling)", style="bold")
     print_whole(table, terminal)
     speed = f"{GPU_WRITES_GB_S:.2g} GB/s a GPU" if costs.node_gb_s is None else f"{costs.node_gb_s:.3g} GB/s a node"
     writes = f"saves are written at {speed}, and training waits {percent(costs.waited)} of that time ({costs.source})"
     if costs.save_seconds is not None:
         writes = f"a save stops the training for {seconds_text(costs.save_seconds)} (--save-seconds)"
-    terminal.print(
-        f"one GPU alone would fail every {costs.gpu_hours_between_failures:,.0f} hours ({costs.failures}); {writes}; a "
-        f"restart takes {seconds_text(costs.restart)}",
-        style="dim",
-        markup=False,
-        soft_wrap=True,
-    )
+    fails = f"one GPU alone would fail every {costs.gpu_hours_between_failures:,.0f} hours ({costs.failures})"
+    say(terminal, f"{fails}; {writes}; a restart takes {seconds_text(costs.restart)}", "dim")
 
 
 def long_text(seconds: float) -> str:

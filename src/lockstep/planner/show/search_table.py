@@ -9,12 +9,12 @@ from rich.console import Console as Terminal
 from rich.table import Table
 
 from lockstep.planner.cost.checks import capacity
-from lockstep.planner.cost.estimate import Time
+from lockstep.planner.cost.estimate import TIME_TERMS, Time
 from lockstep.planner.cost.figures import figures, largest_loss
 from lockstep.planner.cost.job import Job
 from lockstep.planner.search.fitting import Way, enough_gpus
 from lockstep.planner.search.rank_layouts import Asked, Candidate, SearchResult
-from lockstep.planner.show.one_layout import LOST_TO, count_text, holder, print_whole, schedule_text
+from lockstep.planner.show.one_layout import add_columns, count_text, holder, print_whole, say, schedule_text
 from lockstep.text.charts import Series, line_chart, terminal_chart
 from lockstep.text.units import bytes_text, percent, seconds_text
 
@@ -26,27 +26,21 @@ def show_found(found: SearchResult, terminal: Terminal) -> None:
     best = found.best_of_kinds[:MOST_ROWS]
     has_pp = any(one.job.layout.pp > 1 for one in best)
     has_fsdp = any(one.job.layout.fsdp > 1 for one in best)
-    heads = ["micro", "recomp", *["schedule"] * has_pp, *["shard"] * has_fsdp]
+    heads = [">micro", "recomp", *["schedule"] * has_pp, *["shard"] * has_fsdp]
     unit = figures(best[0].job, best[0].time).item
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("layout", no_wrap=True)
-    for head in heads:
-        table.add_column(head, no_wrap=True, justify="right" if head == "micro" else "left")
-    for head in ("memory", "step", f"{unit}/s", "MFU"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("most lost to", no_wrap=True)
+    add_columns(table, "layout", *heads, ">memory", ">step", f">{unit}/s", ">MFU", "most lost to")
     for number, one in enumerate(best):
         job, numbers = one.job, figures(one.job, one.time)
         cells = [str(job.micro_batch), job.recompute]
         cells += [schedule_text(job)] * has_pp
         cells += [f"zero{job.effective_zero}" if job.layout.fsdp > 1 else "-"] * has_fsdp
         cells += [bytes_text(one.memory.total), seconds_text(one.time.total), count_text(numbers.items_per_second)]
-        table.add_row(
-            str(job.layout), *cells, percent(numbers.mfu), lost_to(one.time), style="bold" if number == 0 else ""
-        )
+        cells += [percent(numbers.mfu), lost_to(one.time)]
+        table.add_row(str(job.layout), *cells, style="bold" if number == 0 else "")
     terminal.print()
     print_whole(table, terminal)
-    terminal.print(counted(found), style="dim", markup=False, soft_wrap=True)
+    say(terminal, counted(found), "dim")
 
 
 def counted(found: SearchResult) -> str:
@@ -63,13 +57,9 @@ def show_nothing(found: SearchResult, job: Job, terminal: Terminal) -> None:
     terminal.print("\nnothing fits", style="bold red")
     if found.least is not None:
         needed, least = found.least
-        terminal.print(
-            f"the least that any takes is {bytes_text(needed)} ({least.layout}), and a {holder(job)} has "
-            f"{bytes_text(capacity(job.machine.gpu))}",
-            markup=False,
-            soft_wrap=True,
-        )
-    terminal.print(counted(found), style="dim", markup=False, soft_wrap=True)
+        has = f"a {holder(job)} has {bytes_text(capacity(job.machine.gpu))}"
+        say(terminal, f"the least that any takes is {bytes_text(needed)} ({least.layout}), and {has}")
+    say(terminal, counted(found), "dim")
 
 
 def _reason(reason: str) -> str:
@@ -81,7 +71,7 @@ def _reason(reason: str) -> str:
 def lost_to(time: Time) -> str:
     """The largest term besides products, in a word, with its share."""
     name, share = largest_loss(time)
-    return f"{LOST_TO.get(name, name)} {percent(share)}"
+    return f"{TIME_TERMS[name].short} {percent(share)}"
 
 
 def show_front(found: SearchResult, terminal: Terminal) -> None:
@@ -95,7 +85,7 @@ def show_front(found: SearchResult, terminal: Terminal) -> None:
     if terminal.encoding.lower().startswith("utf"):
         series, width = [Series("front", front_points(front))], min(terminal.width, 76)
         chart = terminal_chart(series, width, height=7, log_x=True, x_format=bytes_text)
-        terminal.print(chart, markup=False, soft_wrap=True)
+        say(terminal, chart)
     chosen = front if len(front) <= 5 else [front[round(i * (len(front) - 1) / 4)] for i in range(5)]
     for one in chosen:
         job = one.job
@@ -103,7 +93,7 @@ def show_front(found: SearchResult, terminal: Terminal) -> None:
         words += [schedule_text(job)] if job.layout.pp > 1 else []
         words += [f"zero{job.effective_zero}"] if job.layout.fsdp > 1 else []
         sizes = f"{bytes_text(one.memory.total):>8} {seconds_text(one.time.total):>8}"
-        terminal.print(f"{sizes}  {job.layout}, {', '.join(words)}", markup=False, soft_wrap=True)
+        say(terminal, f"{sizes}  {job.layout}, {', '.join(words)}")
 
 
 def front_points(front: Sequence[Candidate]) -> list[tuple[float, float]]:
@@ -126,10 +116,9 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
         return
     terminal.print("\nways to make it fit, the fastest first, those with more GPUs last:", style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column("", no_wrap=True)
+    add_columns(table, "")
     table.add_column("", overflow="fold")
-    for _ in range(3):
-        table.add_column("", justify="right", no_wrap=True)
+    add_columns(table, ">", ">", ">")
     for number, way in enumerate(ways, start=1):
         one = way.candidate
         change = one.time.total / before.total - 1
@@ -139,12 +128,8 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
             times += f", {100 * hours:+.0f} % GPU-hours"
         table.add_row(f"{number}.", way.text, bytes_text(one.memory.total), seconds_text(one.time.total), times)
     terminal.print(table)
-    terminal.print(
-        f"time is against what this layout would take on a GPU with enough memory ({seconds_text(before.total)})",
-        style="dim",
-        markup=False,
-        soft_wrap=True,
-    )
+    against = f"what this layout would take on a GPU with enough memory ({seconds_text(before.total)})"
+    say(terminal, f"time is against {against}", "dim")
 
 
 def show_enough(base: Job, asked: Asked, terminal: Terminal) -> int | None:
@@ -157,16 +142,12 @@ def show_enough(base: Job, asked: Asked, terminal: Terminal) -> int | None:
     else:
         least = "the smallest number on which it does" if found.is_least else "a smaller number may do as well"
         says = f"it fits on {found.gpus:,} x {name} ({least}): --gpus {found.gpus} {_asked_for(found.job)} {batch}"
-    terminal.print(says, markup=False, soft_wrap=True)
+    say(terminal, says)
     fewer = enough_gpus(base, asked, at_once=True)
     if fewer is not None and (found is None or fewer.gpus < found.gpus):
         batch = f"--global-batch {fewer.job.global_batch}"
-        terminal.print(
-            f"with a smaller batch, of one micro-batch a step, it fits on {fewer.gpus:,}: --gpus {fewer.gpus} "
-            f"{_asked_for(fewer.job)} {batch} (gradients are then sharded as they come)",
-            markup=False,
-            soft_wrap=True,
-        )
+        options = f"--gpus {fewer.gpus} {_asked_for(fewer.job)} {batch} (gradients are then sharded as they come)"
+        say(terminal, f"with a smaller batch, of one micro-batch a step, it fits on {fewer.gpus:,}: {options}")
     return None if found is None else found.gpus
 
 

@@ -42,57 +42,38 @@ def gpt2_rows(batch: int = 32) -> list[Comparison]:
     wide = batch * block.border * 4.0
     kept = batch * (4.0 * (block.kept + block.cut_kept) + block.kept_bytes)
     scores = batch * attention.scores * 4.0
-    return [
-        Comparison(
-            "parameters",
-            "4 x 1.5e9",
-            4 * 1.5,
-            f"4 x {ours / GB:.3f}e9",
-            4 * ours / GB,
-            "the model has 1.558e9, embeddings counted once",
-        ),
-        Comparison("gradients", "4 x 1.5e9", 4 * 1.5, f"4 x {ours / GB:.3f}e9", 4 * ours / GB, "the same"),
-        Comparison(
-            "Adam",
-            "3 x 4 x 1.5e9",
-            12 * 1.5,
-            f"2 x 4 x {ours / GB:.3f}e9",
-            8 * ours / GB,
+    same = f"4 x {ours / GB:.3f}e9", 4 * ours / GB
+    values = "16 values of width h: 4 at norms, 4 of attention, 8 of the MLP"
+    rows = (
+        (("parameters", "4 x 1.5e9", 4 * 1.5), same, "the model has 1.558e9, embeddings counted once"),
+        (("gradients", "4 x 1.5e9", 4 * 1.5), same, "the same"),
+        (
+            ("Adam", "3 x 4 x 1.5e9", 12 * 1.5),
+            (f"2 x 4 x {ours / GB:.3f}e9", 8 * ours / GB),
             "the course counts the fp32 weights a second time; Adam has two moments, and the weights are fp32 already",
         ),
-        Comparison(
-            "embeddings",
-            "32 x 1024 x 1600 x 4 + 1024 x 1600 x 4 (GiB)",
-            (wide + 1024 * 1600 * 4) / GIB,
-            "indices, 8 bytes a token",
-            batch * 1024 * 8 / GB,
+        (
+            ("embeddings", "32 x 1024 x 1600 x 4 + 1024 x 1600 x 4 (GiB)", (wide + 1024 * 1600 * 4) / GIB),
+            ("indices, 8 bytes a token", batch * 1024 * 8 / GB),
             "their sum is what the first block reads, and is counted there",
         ),
-        Comparison(
-            "activations of blocks",
-            "48 x 6 x 32 x 1024 x 1600 x 4 (GiB)",
-            48 * 6 * wide / GIB,
-            "48 x (16 values of width h: 4 at norms, 4 of attention, 8 of the MLP) x 32 x 1024 x 1600 x 4",
-            48 * kept / GB,
+        (
+            ("activations of blocks", "48 x 6 x 32 x 1024 x 1600 x 4 (GiB)", 48 * 6 * wide / GIB),
+            (f"48 x ({values}) x 32 x 1024 x 1600 x 4", 48 * kept / GB),
             "the course takes 6 values of width h a block and leaves out the MLP's 4h, before and after its GELU",
         ),
-        Comparison(
-            "attention scores",
-            "none",
-            0.0,
-            "48 x 25 x 1024 x 1024 x 32 x 4, none with flash attention",
-            48 * scores / GB,
+        (
+            ("attention scores", "none", 0.0),
+            ("48 x 25 x 1024 x 1024 x 32 x 4, none with flash attention", 48 * scores / GB),
             "the course leaves out the square of scores, which attention without flash keeps",
         ),
-        Comparison(
-            "logits",
-            "none",
-            0.0,
-            "12 x 32 x 1024 x 50257",
-            12.0 * batch * model.logits / GB,
+        (
+            ("logits", "none", 0.0),
+            ("12 x 32 x 1024 x 50257", 12.0 * batch * model.logits / GB),
             "the loss in fp32: log-softmax, its gradient and that of the logits are there at once",
         ),
-    ]
+    )
+    return [Comparison(*course, *own, why) for course, own, why in rows]
 
 
 def model_rows() -> list[tuple[str, float, float]]:
@@ -166,27 +147,17 @@ def _terms(job: Job, memory: Memory, blocks: int) -> list[tuple[str, float, str]
         "full": "the input of every block, and one block that is computed again",
     }[job.recompute]
     attention = "" if job.uses_flash else ", scores of attention too"
+    whole = sharded if memory.gradients < 0.9 * stack.gradients * count else ", whole on every rank"
+    flying = f"{blocks:g} blocks x {flights:g} micro-batches of {job.micro_batch} in flight"
+    fragments = f"{stack.fragments:.0%} of all but the states held by the allocator"
     terms = [
         ("parameters", memory.parameters, f"{stack.weights:g} x {rank}{'' if held else sharded}"),
-        (
-            "gradients",
-            memory.gradients,
-            f"{stack.gradients:g} x {count:.4g}"
-            + (sharded if memory.gradients < 0.9 * stack.gradients * count else ", whole on every rank"),
-        ),
+        ("gradients", memory.gradients, f"{stack.gradients:g} x {count:.4g}{whole}"),
         ("optimizer", memory.optimizer, f"{stack.optimizer:g} x {count:.4g}{sharded if job.effective_zero else ''}"),
-        (
-            "activations",
-            memory.activations,
-            f"{blocks:g} blocks x {flights:g} micro-batches of {job.micro_batch} in flight: {kept}{attention}",
-        ),
+        ("activations", memory.activations, f"{flying}: {kept}{attention}"),
         ("logits", memory.logits, f"up to {logit_bytes(job):g} bytes a logit while the loss is gone back through"),
         ("communication", memory.communication, _communication(job)),
-        (
-            "slack",
-            memory.slack,
-            f"{stack.fragments:.0%} of all but the states held by the allocator, {stack.base / GB:g} GB by libraries",
-        ),
+        ("slack", memory.slack, f"{fragments}, {stack.base / GB:g} GB by libraries"),
         ("shared", -memory.shared, "gradients come into being where activations were"),
     ]
     return [term for term in terms if term[1]]
