@@ -161,7 +161,7 @@ def test_time_cost_and_energy() -> None:
 
 def test_tokens_real_padded_and_trained_are_apart() -> None:
     assert fact("Tokens").value == "64.9 M real", "65.536 M less 0.655 M"
-    assert fact("Tokens").note == "655 k more were padding; 64.9 M were trained on: what the losses were divided by"
+    assert fact("Tokens").note == "655 k more were padding; 64.9 M were trained on: the weight of the losses"
     assert fact("Samples", item="samples", padding=0).note.startswith("none were padding")
     assert fact("Throughput").value == "164 k tokens/s"
     assert fact("Throughput", items_per_second=None).value == UNKNOWN

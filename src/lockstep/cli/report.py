@@ -44,14 +44,14 @@ def report_command(
     if target.suffix not in SUFFIXES and not target.is_dir():
         raise UserError(f"--output {target} is neither a page nor a PDF", f"call it {target.with_suffix('.html')}")
     targets = list(dict.fromkeys([target, *([target.with_suffix(".pdf")] if pdf else [])]))
-    for one in targets:
-        check_output("--output", one, one.suffix if one.suffix in SUFFIXES else ".html")
-    if any(one.suffix == ".pdf" for one in targets):
+    for file in targets:
+        check_output("--output", file, file.suffix if file.suffix in SUFFIXES else ".html")
+    if any(file.suffix == ".pdf" for file in targets):
         find_browser()
     page = build_page(folders)
-    for one in targets:
-        write_page(page, one)
-        print(f"report: {one}", file=sys.stderr if as_json else sys.stdout)
+    for file in targets:
+        write_page(page, file)
+        print(f"report: {file}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         answer(page_data(page))
     return 0

@@ -237,17 +237,21 @@ def _agrees(loss: float | None, base: float | None, precision: str) -> bool | No
     return math.isclose(loss, base, rel_tol=SAME_LOSS[precision])
 
 
+def speed_ups(scaling: LayoutTable) -> dict[str, list[tuple[int, float]]]:
+    """Of every layout but the first, over its devices, by the axes it has."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in scaling.rows[1:]:
+        if row.speed_up is not None:
+            found.setdefault(kind_of(row.layout), []).append((row.layout.world_size, row.speed_up.middle))
+    return found
+
+
 def draw_chart(scaling: LayoutTable) -> str:
     """Speed-ups over devices as an SVG, a line for each kind of layout, with the ideal one."""
-    rows = scaling.rows
-    base = rows[0].layout
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows[1:]:
-        if row.speed_up is not None:
-            points = lines.setdefault(_kind(row.layout), [(base.world_size, 1.0)])
-            points.append((row.layout.world_size, row.speed_up.middle))
-    most = max(row.layout.world_size for row in rows)
-    series = [Series(kind, sorted(points)) for kind, points in lines.items()]
+    base = scaling.rows[0].layout
+    most = max(row.layout.world_size for row in scaling.rows)
+    begin = (float(base.world_size), 1.0)
+    series = [Series(kind, sorted([begin, *points])) for kind, points in speed_ups(scaling).items()]
     ideal = Series("ideal", [(base.world_size, 1.0), (most, most / base.world_size)])
     return line_chart(scaling.title, "devices", f"speed-up against {base}", [*series, ideal])
 
@@ -288,5 +292,6 @@ def to_json(scaling: LayoutTable) -> dict[str, Any]:
     }
 
 
-def _kind(layout: Layout) -> str:
+def kind_of(layout: Layout) -> str:
+    """Which axes a layout has, as the name of a line: "dp" of dp=4, "dp,tp" of dp=2,tp=2."""
     return ",".join(axis for axis in AXES if layout.size(axis) > 1) or "single"

@@ -26,7 +26,7 @@ def page_of(readers: Sequence[RunReader], *, live: bool = False) -> Page:
 
     now = time.time()
     summaries = [reader.summary(now) for reader in readers]
-    runs = [reader.page(now, live=live, summary=one) for reader, one in zip(readers, summaries, strict=True)]
+    runs = [reader.page(now, live=live, summary=summary) for reader, summary in zip(readers, summaries, strict=True)]
     comparison = compare_runs(summaries) if len(readers) > 1 else []
     title = listed([run.name for run in runs]) if len(runs) < 4 else f"{len(runs)} runs"
     return Page(title=title, made=now, version=__version__, runs=runs, comparison=comparison, live=live)

@@ -139,9 +139,9 @@ class Board(ThreadingHTTPServer):
 def open_board(build: Build, host: str = "127.0.0.1", port: int | None = None) -> Board:
     """Listen on an address: on `port` (0: any that is free), or without one on the usual port or the next free one."""
     ports: Sequence[int] = [port] if port is not None else range(USUAL_PORT, USUAL_PORT + PORTS_TO_TRY)
-    for one in ports:
+    for number in ports:
         try:
-            return Board(build, host, one)
+            return Board(build, host, number)
         except OSError as error:
             failed = error
             if port is not None or isinstance(error, PermissionError):
@@ -225,8 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(HTTPStatus.OK, shown.zipped, {**headers, "Content-Encoding": "gzip"})
 
     def _takes_gzip(self) -> bool:
-        for one in self.headers.get("Accept-Encoding", "").lower().split(","):
-            name, _, quality = one.replace(" ", "").partition(";q=")
+        for coding in self.headers.get("Accept-Encoding", "").lower().split(","):
+            name, _, quality = coding.replace(" ", "").partition(";q=")
             if name == "gzip":
                 return quality.strip("0.") != "" or quality == ""
         return False

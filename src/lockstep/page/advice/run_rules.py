@@ -52,7 +52,7 @@ def restart_loop(summary: Summary) -> Found | None:
         f"help: repair the cause before the next start ({because})."
     )
     lost = sum(attempt.end - attempt.begin for attempt in loop[1:])
-    reached = max((one.last_step for one in loop if one.last_step is not None), default=0)
+    reached = max((attempt.last_step for attempt in loop if attempt.last_step is not None), default=0)
     where = f"step {reached}" if reached else "the start"
     evidence = (
         f"{len(loop)} attempts of {len(summary.attempts)}: none got beyond {where}, and all after the first, "
@@ -66,10 +66,10 @@ def repeated_work(summary: Summary) -> Found | None:
     """Steps that were done twice because the last checkpoint was old when a rank failed, or Slurm killed the job."""
     spent = summary.spent
     running = spent.whole - spent.stopped
-    failed = [one for one in summary.attempts if one.state in ("failed", "lost")]
-    killed = [one for one in summary.attempts if one.state == "stopped" and one.unsaved > 0]
+    failed = [attempt for attempt in summary.attempts if attempt.state in ("failed", "lost")]
+    killed = [attempt for attempt in summary.attempts if attempt.state == "stopped" and attempt.unsaved > 0]
     failures, end = len(failed + killed), "interruption" if killed else "failure"
-    repeated = sum(one.unsaved for one in failed + killed)
+    repeated = sum(attempt.unsaved for attempt in failed + killed)
     if not failures or repeated <= MOST_REPEATED * running or _loop(summary.attempts):
         return None
     evidence = (

@@ -58,7 +58,7 @@ def slow_compute_of_a_rank(summary: Summary) -> Found | None:
     if slow is None:
         return None
     rank, others, more, is_place = slow
-    usual = median(one.between for one in summary.ranks if one.rank != rank.rank)
+    usual = median(other.between for other in summary.ranks if other.rank != rank.rank)
     if rank.between - usual >= 0.5 * more * step_of(summary):
         fix = "let all ranks share what its script does between two steps, or do it less often"
     elif is_place:
@@ -146,7 +146,9 @@ def _slow_rank(summary: Summary, cause: Literal["input", "compute"]) -> tuple[Ra
     The run looks at how many samples each rank had, and says nothing of what it has seen only once.
     """
     by_rank = {rank.rank: rank for rank in summary.ranks}
-    named = {one.rank for one in summary.stragglers if one.cause == cause and one.rank in by_rank}
+    named = {
+        straggler.rank for straggler in summary.stragglers if straggler.cause == cause and straggler.rank in by_rank
+    }
     step = step_of(summary)
     found = []
     for number in named:
@@ -154,31 +156,31 @@ def _slow_rank(summary: Summary, cause: Literal["input", "compute"]) -> tuple[Ra
         rank = by_rank[number]
         took = rank.input if cause == "input" else _compute(rank)
         for is_place, equals in _equals(summary, number, cause):
-            others = median(one.input if cause == "input" else _compute(one) for one in equals)
+            others = median(other.input if cause == "input" else _compute(other) for other in equals)
             if took - others >= max(SLOW_SECONDS, SLOW_SHARE * step):
                 found.append(((took - others) / step, number, rank, others, is_place))
                 break
     if not found:
         return None
-    more, _, rank, others, is_place = max(found, key=lambda one: one[:2])
+    more, _, rank, others, is_place = max(found, key=lambda slow: slow[:2])
     return rank, others, more, is_place
 
 
 def _equals(summary: Summary, rank: int, cause: str) -> list[tuple[bool, list[RankSummary]]]:
     """Whom a rank is compared with: those at its place of a pipeline, then those at the other places."""
     layout = layout_of(summary)
-    everybody = [one for one in summary.ranks if one.rank != rank]
+    everybody = [other for other in summary.ranks if other.rank != rank]
     if cause == "input" or layout is None or layout.pp == 1:
         return [(False, everybody)] if everybody else []
     place = layout.coordinate(rank)["pp"]
-    here = [one for one in everybody if layout.coordinate(one.rank)["pp"] == place]
-    there = [one for one in everybody if one not in here]
+    here = [other for other in everybody if layout.coordinate(other.rank)["pp"] == place]
+    there = [other for other in everybody if other not in here]
     return [(is_place, equals) for is_place, equals in ((False, here), (True, there)) if equals]
 
 
 def _at_least(summary: Summary, seconds: Sequence[float], most: float, cause: str) -> float | None:
     """What every rank spends at least, where that is more than `most` of a step."""
-    said = any(one.rank is None and one.cause == cause for one in summary.stragglers)
+    said = any(straggler.rank is None and straggler.cause == cause for straggler in summary.stragglers)
     if not seconds or not (said or is_certain(summary)):
         return None
     least = min(seconds)

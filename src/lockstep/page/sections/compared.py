@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lockstep import __version__
 from lockstep.compare.show import table_cells
-from lockstep.compare.table import LayoutTable
+from lockstep.compare.table import LayoutTable, speed_ups
 from lockstep.page.panels import Chapter, Page, Panel, Table, Text
-from lockstep.page.sections.comparison import kind_of, speed_up_lines
+from lockstep.page.sections.comparison import speed_up_lines
 
 
 def scaling_page(scaling: LayoutTable, made: float) -> Page:
@@ -15,11 +15,7 @@ def scaling_page(scaling: LayoutTable, made: float) -> Page:
     table = Table("scaling", "Scaling", columns, rows, [column != "layout" for column in columns])
     panels: list[Panel] = [table]
     base = scaling.rows[0].layout
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in scaling.rows[1:]:
-        if row.speed_up is not None:
-            lines.setdefault(kind_of(str(row.layout)), []).append((row.layout.world_size, row.speed_up.middle))
-    if lines:
+    if lines := speed_ups(scaling):
         title = f"Speed-up against {base}"
         panels.append(speed_up_lines("speed-up", title, base.world_size, lines, "medians; ranks are devices here"))
     failures = [f"{row.layout}: {row.failure}" for row in scaling.rows if row.failure]

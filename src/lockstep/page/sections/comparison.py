@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.compare.table import kind_of
 from lockstep.errors import UserError
-from lockstep.layout import AXES, Layout
+from lockstep.layout import Layout
 from lockstep.page.panels import Chapter, Curve, Lines, Table
 from lockstep.page.reading.summary import Summary
 from lockstep.page.sections.headline import UNKNOWN
@@ -112,13 +113,11 @@ def group_runs(summaries: Sequence[Summary]) -> list[SameTraining]:
     return groups
 
 
-def kind_of(layout: str) -> str:
-    """Which axes a layout has, as the name of a line: "dp" of dp=4, "dp,tp" of dp=2,tp=2."""
+def _kind(layout: str) -> str:
     try:
-        parsed = Layout.parse(layout)
-    except UserError:
+        return kind_of(Layout.parse(layout))
+    except UserError:  # of another version, or damaged
         return layout
-    return ",".join(axis for axis in AXES if parsed.size(axis) > 1) or "single"
 
 
 def speed_up_lines(
@@ -203,7 +202,7 @@ def _chart(number: int, group: SameTraining) -> Lines:
     for run in group.runs:
         gained = group.speed_up(run)
         if run is not group.base and gained is not None:
-            lines.setdefault(kind_of(run.layout), []).append((run.world_size, gained))
+            lines.setdefault(_kind(run.layout), []).append((run.world_size, gained))
     id = "speed-up" if number == 1 else f"speed-up-{number}"
     title = f"Speed-up against {group.base.name} ({group.base.world_size} rank{'s' * (group.base.world_size != 1)})"
     return speed_up_lines(id, title, group.base.world_size, lines, _training(group.base))

@@ -194,7 +194,7 @@ def _throughput(summary: Summary) -> Fact:
 def _items(summary: Summary) -> Fact:
     real = summary.items - summary.padding
     padding = f"{count_text(summary.padding)} more were padding" if summary.padding else "none were padding"
-    trained = f"{count_text(summary.trained)} were trained on: what the losses were divided by"
+    trained = f"{count_text(summary.trained)} were trained on: the weight of the losses"
     return Fact(summary.item.capitalize(), f"{count_text(real)} real", f"{padding}; {trained}")
 
 
@@ -245,7 +245,7 @@ def _step_time(summary: Summary) -> Fact:
 
 def _which_steps(summary: Summary) -> str:
     """What the median is of."""
-    last = next((one for one in reversed(summary.attempts) if one.last_step is not None), None)
+    last = next((attempt for attempt in reversed(summary.attempts) if attempt.last_step is not None), None)
     if last is not None and last.first_step == last.last_step:
         return "the only step of the last attempt, with its warm-up"
     if summary.is_profiled:

@@ -28,15 +28,15 @@ def checkpoints(digest: Digest, summary: Summary) -> list[Panel]:
     shown = list(digest.saved)[-MOST_TABLE_ROWS:]
     rows = [
         [
-            str(one.step),
-            str(one.attempt),
-            one.path,
-            bytes_text(one.size),
-            seconds_text(one.seconds),
-            seconds_text(one.stall),
-            "best" if one.best else "",
+            str(saved.step),
+            str(saved.attempt),
+            saved.path,
+            bytes_text(saved.size),
+            seconds_text(saved.seconds),
+            seconds_text(saved.stall),
+            "best" if saved.best else "",
         ]
-        for one in shown
+        for saved in shown
     ]
     left = summary.checkpoints - len(shown)
     said = f"The last {len(shown)}; {left:,} before them are left out." if left else ""
@@ -50,16 +50,16 @@ def checkpoints(digest: Digest, summary: Summary) -> list[Panel]:
 
 def profile(digest: Digest) -> list[Panel]:
     """What `--profile` has recorded, rank by rank."""
-    return [panel for number, one in enumerate(digest.profiles) for panel in _profile(one, number)]
+    return [panel for number, recorded in enumerate(digest.profiles) for panel in _profile(recorded, number)]
 
 
-def _profile(one: Profile, number: int) -> list[Panel]:
-    id, who = f"profile{number}", f"rank {one.rank}, {steps_text(one.first_step, one.last_step)}"
-    trace = f"The trace for Perfetto and TensorBoard is {one.path}." if one.path else ""
-    note = f"{_sentence(one.text)} {trace}".strip()
-    if not one.seconds["whole"]:
+def _profile(recorded: Profile, number: int) -> list[Panel]:
+    id, who = f"profile{number}", f"rank {recorded.rank}, {steps_text(recorded.first_step, recorded.last_step)}"
+    trace = f"The trace for Perfetto and TensorBoard is {recorded.path}." if recorded.path else ""
+    note = f"{_sentence(recorded.text)} {trace}".strip()
+    if not recorded.seconds["whole"]:
         return [Text(id, f"No digest: {who}", note)]
-    overlap, seconds = one.seconds["overlapped"], one.seconds
+    overlap, seconds = recorded.seconds["overlapped"], recorded.seconds
     parts = [
         Share("compute", max(0.0, seconds["compute"] - overlap), True, "without communication beside it"),
         Share("both at once", overlap, True, "communication hidden behind compute"),
@@ -68,30 +68,30 @@ def _profile(one: Profile, number: int) -> list[Panel]:
     ]
     panels: list[Panel] = [Shares(id, f"Device time: {who}", "s", parts, note)]
     whole = seconds["whole"]
-    if one.kernels:
+    if recorded.kernels:
         rows = [
             [name, str(calls), seconds_text(spent), percent(spent / whole) if whole else ""]
-            for name, calls, spent in one.kernels
+            for name, calls, spent in recorded.kernels
         ]
-        what = "operator" if one.on_cpu else "kernel"
+        what = "operator" if recorded.on_cpu else "kernel"
         columns, right = [what, "calls", "time", "of all"], [False, True, True, True]
         said = (
             f"By their own time: without what they call. Of {what}s that ran at once, such as two collectives, the "
             "times are added up here; the bar counts each moment once."
         )
         panels.append(Table(f"{id}_kernels", f"Longest {what}s: {who}", columns, rows, right, said))
-    if one.gaps:
-        rows = [[seconds_text(begin), seconds_text(gap), before, after] for begin, gap, before, after in one.gaps]
+    if recorded.gaps:
+        rows = [[seconds_text(begin), seconds_text(gap), before, after] for begin, gap, before, after in recorded.gaps]
         columns, right = ["at", "how long", "after", "before"], [True, True, False, False]
         panels.append(Table(f"{id}_gaps", f"Longest gaps: {who}", columns, rows, right))
-    if one.memory:
-        x, y = np.array(one.memory, float).T
+    if recorded.memory:
+        x, y = np.array(recorded.memory, float).T
         curve = curve_of("memory", np.round(1e6 * x), y, most=400)
         curve = replace(curve, x=[round(microseconds / 1e6, 6) for microseconds in curve.x])
         note = "Over seconds since the recording began."
         panels.append(Lines(f"{id}_memory", f"Memory: {who}", "seconds", "bytes", [curve], note, unit="B"))
-    if one.tensors:
-        rows = [[bytes_text(size), shape, where] for size, shape, where in one.tensors]
+    if recorded.tensors:
+        rows = [[bytes_text(size), shape, where] for size, shape, where in recorded.tensors]
         columns, right = ["size", "shape", "where"], [True, False, False]
         panels.append(Table(f"{id}_tensors", f"Biggest tensors at the peak: {who}", columns, rows, right))
     return panels
@@ -106,8 +106,14 @@ def events(digest: Digest, summary: Summary) -> list[Panel]:
     """The attempts, and what happened in them."""
     moments, left_out = digest.moments.chosen()
     spans = [
-        AttemptBar(one.number, round(one.begin, 3), round(one.end, 3), one.state, _span_text(one.job, one.why))
-        for one in summary.attempts
+        AttemptBar(
+            attempt.number,
+            round(attempt.begin, 3),
+            round(attempt.end, 3),
+            attempt.state,
+            _span_text(attempt.job, attempt.why),
+        )
+        for attempt in summary.attempts
     ]
     if len(spans) > MOST_SPANS:
         half = MOST_SPANS // 2
@@ -129,7 +135,7 @@ def settings(digest: Digest) -> list[Panel]:
         chosen = ", ".join(f"{name} = {value}" for name, value in list(digest.chosen.items())[:20])
         note = f"Chosen while running: {chosen}." if chosen else ""
         panels.append(Text("config", "Config", digest.settings, note, "toml"))
-    started = [one.started for one in digest.attempts.values() if one.started]
+    started = [attempt.started for attempt in digest.attempts.values() if attempt.started]
     if started:
         last = started[-1]
         formats = [[name, value] for name, value in last.formats.items()]

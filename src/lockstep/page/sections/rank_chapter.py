@@ -98,18 +98,18 @@ def _grouped(values: Array, together: int) -> Array:
 
 
 def _stragglers(summary: Summary) -> Panel:
-    found = sorted(summary.stragglers, key=lambda one: -one.times)[:50]
+    found = sorted(summary.stragglers, key=lambda straggler: -straggler.times)[:50]
     rows = [
         [
-            "all ranks" if one.rank is None else f"rank {one.rank}",
-            one.host or "",
-            one.cause,
-            seconds_text(one.seconds),
-            "" if one.others is None else seconds_text(one.others),
-            str(one.times),
-            one.text,
+            "all ranks" if straggler.rank is None else f"rank {straggler.rank}",
+            straggler.host or "",
+            straggler.cause,
+            seconds_text(straggler.seconds),
+            "" if straggler.others is None else seconds_text(straggler.others),
+            str(straggler.times),
+            straggler.text,
         ]
-        for one in found
+        for straggler in found
     ]
     columns = ["who", "host", "cause", "of a step", "others", "times", "what the run said last"]
     right = [False, False, False, True, True, True, False]
@@ -126,6 +126,12 @@ def _mesh(digest: Digest, summary: Summary) -> Panel | None:
     axes = [MeshAxis(axis, layout.size(axis), TALK[axis]) for axis in AXES if layout.size(axis) > 1]
     told = digest.ranks.hosts
     hosts = told if len(told) == layout.world_size and all(told) else []
-    slow = sorted({one.rank for one in summary.stragglers if one.rank is not None and one.rank < layout.world_size})
+    slow = sorted(
+        {
+            straggler.rank
+            for straggler in summary.stragglers
+            if straggler.rank is not None and straggler.rank < layout.world_size
+        }
+    )
     note = "Rank numbers count along the last axis first, so that those who talk most are neighbours."
     return Mesh("mesh", "Who talks to whom", axes, hosts, slow, note)

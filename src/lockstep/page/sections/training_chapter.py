@@ -86,9 +86,9 @@ def _odd(series: Series) -> str:
 
 def _restarts(digest: Digest) -> list[Mark]:
     marks = [
-        Mark(one.first_step, f"attempt {one.number} {_begins(one.first_step)}", "warning")
-        for one in sorted(digest.attempts.values(), key=lambda one: one.number)[1:]
-        if one.first_step is not None
+        Mark(attempt.first_step, f"attempt {attempt.number} {_begins(attempt.first_step)}", "warning")
+        for attempt in sorted(digest.attempts.values(), key=lambda attempt: attempt.number)[1:]
+        if attempt.first_step is not None
     ]
     return marks if len(marks) <= MOST_MARKS else marks[-MOST_MARKS:]
 
