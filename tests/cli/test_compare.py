@@ -46,7 +46,7 @@ from tests.unit.test_events import EXAMPLES
 def test_wrong_input_is_refused_before_anything_starts(
     args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_launch", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(command, "launch_in", lambda *_: pytest.fail("something was started"))
     done = in_this_process(tmp_path, "compare", *args, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -60,7 +60,7 @@ class Launches:
         self.outcomes = {name: iter(told) for name, told in outcomes.items()}
         self.started: list[tuple[str, int | None]] = []
 
-    def __call__(self, config: Config, folder: Path) -> Outcome:
+    def __call__(self, folder: Path, config: Config, *_: object) -> Outcome:
         self.started.append((config.layout, config.global_batch))
         told = next(self.outcomes[config.layout])
         if isinstance(told, Outcome):
@@ -77,7 +77,7 @@ def compare(
     folder: Path, monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, list[Any]], *args: str
 ) -> tuple[int, dict[str, Any], list[tuple[str, int | None]]]:
     launches = Launches(outcomes)
-    monkeypatch.setattr(command, "_launch", launches)
+    monkeypatch.setattr(command, "launch_in", launches)
     command_line = ("compare", "linear", "--layouts", "; ".join(outcomes), "--repeats", "2", "--json", *args)
     done = in_this_process(folder, *command_line, CUDA_VISIBLE_DEVICES="")
     return done.returncode, json.loads(done.stdout), launches.started

@@ -81,12 +81,8 @@ def bench_command(
     speaks = found_nodes.is_head
     if speaks and unused:
         terminal.print(unused, style="yellow", soft_wrap=True)
-    asked: dict[str, Any] = {
-        "layout": layout,
-        "sizes": sizes or SIZES[chosen_device],
-        "collectives": chosen,
-        "device": chosen_device,
-    }
+    asked: dict[str, Any] = {"layout": layout, "sizes": sizes or SIZES[chosen_device]}
+    asked |= {"collectives": chosen, "device": chosen_device}
     with meet(found_nodes, SECONDS_TO_MEET) as meeting:
         counts = _agree(meeting, {"nproc": count, **asked, "share_gpu": bool(share_gpu)})
         from lockstep.checkup.bench import BenchWork
@@ -100,7 +96,11 @@ def bench_command(
         )
         results = BenchSoFar(work, profile)
         if speaks:
-            _announce(work, sum(counts), len(counts), terminal)
+            ranks, nodes_text = sum(counts), f"{len(counts)} node{'s' if len(counts) > 1 else ''}"
+            where = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes_text}"
+            terminal.print(f"layout {work.layout}: {where}, {work.device}, {work.backend}", soft_wrap=True)
+            if ranks == 1:
+                terminal.print("one rank has nobody to talk to, so only its device is measured: --nproc 2 starts two")
         elif found_nodes.speaks:
             terminal.print(f"node {meeting.rank} of {len(counts)}: node 0 shows what is measured", soft_wrap=True)
         try:
@@ -234,14 +234,7 @@ def _agree(meeting: Meeting, asked: dict[str, Any]) -> list[int]:
                     f"node 0 was given {key} {told[0][key]} and node {node} {other[key]}",
                     "give all nodes the same options, but for --node-rank and --nproc",
                 )
-    return [one["nproc"] for one in told]
-
-
-def _announce(work: BenchWork, ranks: int, nodes: int, terminal: Terminal) -> None:
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
-    terminal.print(f"layout {work.layout}: {where}, {work.device}, {work.backend}", soft_wrap=True)
-    if ranks == 1:
-        terminal.print("one rank has nobody to talk to, so only its device is measured: --nproc 2 starts two")
+    return [node["nproc"] for node in told]
 
 
 def _measure(work: BenchWork, count: int, meeting: Meeting, results: BenchSoFar, terminal: Terminal | None) -> int:
@@ -254,10 +247,8 @@ def _measure(work: BenchWork, count: int, meeting: Meeting, results: BenchSoFar,
 
     def hear(_rank: int, message: tuple[str, Any]) -> None:
         kind, what = message
-        if kind == "row":
-            results.rows.append(what)
-        elif kind == "pair":
-            results.pairs.append(what)
+        if kind in ("row", "pair"):
+            getattr(results, f"{kind}s").append(what)
         else:
             setattr(results, kind, what)
         if rows and kind == "row":

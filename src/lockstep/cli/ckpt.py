@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,19 +38,18 @@ def ls_command(run: opt.Run, as_json: opt.Json = False) -> int:
     rows: list[dict[str, Any]] = []
     for step in run_steps(run):
         row: dict[str, Any] = {"step": step, "folder": str(step_folder(run, step)), "best": False}
+        row |= dict.fromkeys(("bytes", "layout", "time", "attempt", "loss", "problem", "emergency"))
+        rows.append(row)
         try:
             index = open_checkpoint(step_folder(run, step)).index
-            row |= {"bytes": index.bytes, "layout": index.layout, "time": index.time, "attempt": index.attempt}
-            row |= {"loss": index.training.loss if index.training else None, "problem": None}
-            row |= {"emergency": index.training.emergency if index.training else None}
-            if index.training and index.training.best:
-                best = index.training.best.step
-                for other in [*rows, row]:
-                    other["best"] = other["step"] == best
         except DamageError as error:
-            row |= {"bytes": None, "layout": None, "time": None, "attempt": None, "loss": None, "problem": str(error)}
-            row |= {"emergency": None}
-        rows.append(row)
+            row["problem"] = str(error)
+            continue
+        row |= {"bytes": index.bytes, "layout": index.layout, "time": index.time, "attempt": index.attempt}
+        if training := index.training:
+            row |= {"loss": training.loss, "emergency": training.emergency}
+            for other in rows if training.best else ():
+                other["best"] = training.best is not None and other["step"] == training.best.step
     if as_json:
         answer({"run": str(run), "checkpoints": rows})
         return 0
@@ -60,7 +60,8 @@ def ls_command(run: opt.Run, as_json: opt.Json = False) -> int:
             verdict += f", saved in an emergency ({shown(row['emergency'], 120)})"
         loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
         size = "" if row["bytes"] is None else bytes_text(row["bytes"])
-        table.add_row(str(row["step"]), _when(row["time"]), size, row["layout"] or "", loss, verdict)
+        when = "" if row["time"] is None else f"{datetime.datetime.fromtimestamp(row['time']):%Y-%m-%d %H:%M:%S}"
+        table.add_row(str(row["step"]), when, size, row["layout"] or "", loss, verdict)
     terminal = open_terminal()
     terminal.print(table)
     terminal.print(
@@ -80,20 +81,20 @@ def verify_command(run: opt.Run, as_json: opt.Json = False) -> int:
     if is_one and not run.is_dir():
         raise UserError(f"{run} does not exist", "give a run folder or one of its checkpoints")
     folders = [run] if is_one else [step_folder(run, step) for step in run_steps(run)]
-    results = []
+    results: list[dict[str, Any]] = []
     for folder in folders:
+        result: dict[str, Any] = {"folder": str(folder), "bytes": None, "problem": None}
         try:
-            size = verify_checkpoint(folder)
-            results.append({"folder": str(folder), "bytes": size, "problem": None})
-            if not as_json:
-                print(f"{folder.name}: whole, {bytes_text(size)} read")
+            result["bytes"] = verify_checkpoint(folder)
         except DamageError as error:
-            results.append({"folder": str(folder), "bytes": None, "problem": str(error)})
-            if not as_json:
-                print(f"{folder.name}: damaged, {error}")
+            result["problem"] = str(error)
+        results.append(result)
+        if not as_json:
+            whole = f"whole, {bytes_text(result['bytes'])} read" if not result["problem"] else ""
+            print(f"{folder.name}: {whole or 'damaged, ' + result['problem']}")
     if as_json:
         answer({"run": str(run), "checkpoints": results})
-    bad = [one for one in results if one["problem"]]
+    bad = [result for result in results if result["problem"]]
     if bad:
         what = f"{len(bad)} of {len(results)} checkpoints are" if len(results) > 1 else "the checkpoint is"
         complain(f"{what} damaged: {bad[0]['folder']}: {bad[0]['problem']}")
@@ -116,7 +117,7 @@ def diff_command(
     found = compare(one, other)
     differing = [row for row in found if row.what != "equal"]
     if as_json:
-        rows = [{"name": row.name, "what": row.what, "largest": row.largest, "relative": row.relative} for row in found]
+        rows = [row._asdict() for row in found]
         answer({"a": str(one.folder), "b": str(other.folder), "tensors": rows})
         return 1 if differing else 0
     terminal = open_terminal()
@@ -207,9 +208,3 @@ def _other_differences(a: Index, b: Index) -> list[str]:
             if one != other:
                 texts.append(f"position of {name} (epoch, samples): {one} and {other}")
     return texts
-
-
-def _when(seconds: float | None) -> str:
-    import datetime
-
-    return "" if seconds is None else f"{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

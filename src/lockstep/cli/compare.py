@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from lockstep.compare.table import Conditions, LayoutTable, Timed
     from lockstep.config.layers import Resolved
-    from lockstep.config.schema import Config
-    from lockstep.launch.supervise import Outcome
     from lockstep.layout import Layout
 
     Entrants = Mapping[Layout, Resolved]
@@ -150,7 +148,8 @@ def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal)
             folder = Path(temporary, f"run-{number}")
             try:
                 with terminal.status(f"{name}: run {number} of {len(turns)}"), _own_environment(threads):
-                    outcome = _launch(resolved.config, folder)
+                    worker = ["time", str(folder)]
+                    outcome = launch_in(folder, resolved.config, worker, resolved.config.model_dump())
             except KeyboardInterrupt:
                 found.code = 130
                 return found
@@ -166,10 +165,6 @@ def _run_all(entrants: Entrants, repeats: int, threads: int, terminal: Terminal)
             found.timed.setdefault(name, []).append(timed)
             terminal.print(f"{name}: {timed.step:.4g} s a step (turn {turn} of {repeats})", style="dim", markup=False)
     return found
-
-
-def _launch(config: Config, folder: Path) -> Outcome:
-    return launch_in(folder, config, ["time", str(folder)], config.model_dump())
 
 
 @contextmanager

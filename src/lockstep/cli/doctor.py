@@ -64,7 +64,9 @@ def doctor_command(
         report = examine(where, names, asked, show)
     if where.is_head or not report.nodes:  # a node that does not reach the head speaks for itself
         if as_json:
-            answer(_as_json(report))
+            findings = [asdict(finding) for finding in report.findings]
+            nodes_told = [node.model_dump() for node in report.nodes]
+            answer({"ok": report.is_fit, "findings": findings, "nodes": nodes_told})
         else:
             _show(report, terminal)
     return 0 if report.is_fit else 1
@@ -93,11 +95,3 @@ def _show(report: DoctorReport, terminal: Terminal) -> None:
     counts = [f"{number} would {what} a training" for number, what in ((broken, "break"), (slow, "slow")) if number]
     verdict = f"{' and '.join(counts)}: see the fixes above" if counts else "fit to train"
     terminal.print(f"\n{verdict}", style="bold red" if broken else "yellow" if slow else "green")
-
-
-def _as_json(report: DoctorReport) -> dict[str, object]:
-    return {
-        "ok": report.is_fit,
-        "findings": [asdict(finding) for finding in report.findings],
-        "nodes": [node.model_dump() for node in report.nodes],
-    }

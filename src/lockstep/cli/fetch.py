@@ -48,16 +48,9 @@ def _fetch(dataset: DataSet, as_json: bool) -> bool:
     from lockstep.data import sets
 
     terminal = Terminal(stderr=as_json)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=terminal,
-        transient=True,
-        disable=not terminal.is_interactive,
-    ) as bar:
+    amounts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_interactive) as bar:
         total = sum(download.file.size for download in dataset.downloads)
         task = bar.add_task(dataset.name, total=total)
         return sets.fetch(dataset, sets.cache_folder(), lambda count: bar.advance(task, count))

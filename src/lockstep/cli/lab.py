@@ -81,17 +81,8 @@ def _collective_command(topic: str) -> Callable[..., int]:
         no_measure: NoMeasure = False,
         as_json: opt.Json = False,
     ) -> int:
-        asked = CollectiveQuestion(
-            collective,  # type: ignore[arg-type]
-            ranks,
-            algo,  # type: ignore[arg-type]
-            elements,
-            opt.parse_size(size),
-            _parse_rate(rate),
-            draw,
-            not no_measure,
-            as_json,
-        )
+        timed = (opt.parse_size(size), _parse_rate(rate))
+        asked = CollectiveQuestion(collective, ranks, algo, elements, *timed, draw, not no_measure, as_json)  # type: ignore[arg-type]
         return _unless_a_rank_fails(partial(_show_collective, asked))
 
     command.__doc__ = about

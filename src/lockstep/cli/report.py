@@ -37,9 +37,13 @@ def report_command(
     from lockstep.page.panels import as_json as page_data
     from lockstep.page.paper import find_browser
     from lockstep.page.report import write_page
-    from lockstep.record.folder import REPORT, existing_runs
+    from lockstep.record.folder import EVENTS, REPORT, existing_runs
 
-    folders = [_begun(run) for run in existing_runs(runs)]
+    folders = existing_runs(runs)
+    for run in folders:
+        if not (run / EVENTS).is_file():
+            board = f"lockstep board {shlex.quote(str(run))}"
+            raise UserError(f"{run} has not begun", f"wait for its first event; {board} does")
     target = output or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     if target.suffix not in SUFFIXES and not target.is_dir():
         raise UserError(f"--output {target} is neither a page nor a PDF", f"call it {target.with_suffix('.html')}")
@@ -55,13 +59,3 @@ def report_command(
     if as_json:
         answer(page_data(page))
     return 0
-
-
-def _begun(run: Path) -> Path:
-    from lockstep.record.folder import EVENTS
-
-    if not (run / EVENTS).is_file():
-        raise UserError(
-            f"{run} has not begun", f"wait for its first event; lockstep board {shlex.quote(str(run))} does"
-        )
-    return run

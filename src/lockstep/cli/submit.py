@@ -69,7 +69,10 @@ def submit_command(
         _refuse_control_characters("the command" if option == "command" else f"--{option.replace('_', '-')}", value)
     _refuse_control_characters("the current folder", Path.cwd())
     _refuse_control_characters("the virtual environment", _own_environment())
-    profile = _with_options(find_cluster(cluster), partition=partition, account=account, qos=qos, sbatch=sbatch)
+    profile = find_cluster(cluster)
+    told = opt.given(partition=partition, account=account, qos=qos)
+    told["options"] = [*profile.slurm.options, *(sbatch or [])]
+    profile = profile.model_copy(update={"slurm": profile.slurm.model_copy(update=told)})
     given = _parse(command)
     if follow and array:
         raise UserError("--follow shows one job, and --array makes several", "see them with lockstep jobs")
@@ -78,21 +81,9 @@ def submit_command(
     folder = choose_folder(called, run_dir, "auto", runs)
     least, most = counts(nodes or "1")
     gpus, nproc, cpus = _of_each_node(profile, gpus, nproc, cpus)
-    job = ClusterJob(
-        called,
-        tuple(command),
-        folder.path.absolute(),
-        Path.cwd(),
-        nodes=most,
-        least=least,
-        processes=nproc,
-        gpus=gpus,
-        cpus=cpus,
-        seconds=_seconds(time),
-        lead=profile.slurm.lead if lead is None else lead,
-        requeue=requeue,
-        array=array,
-    )
+    job = ClusterJob(called, tuple(command), folder.path.absolute(), Path.cwd(), most, least, nproc, gpus, cpus)
+    lead = profile.slurm.lead if lead is None else lead
+    job = replace(job, seconds=_seconds(time), lead=lead, requeue=requeue, array=array)
     _check_command(command[0], given, job)
     if snapshot and (kubernetes or command[0] != "run"):
         what = "a JobSet runs its image's" if kubernetes else "a recipe has none of its own"
@@ -131,9 +122,9 @@ def submit_command(
 
 def _refuse_control_characters(what: str, value: Any) -> None:
     """A new line in a name would be a line of the job's script."""
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(one, str | Path) and not str(one).isprintable():
-            raise UserError(f"{what} has control characters in it ({str(one)!r})", "leave them out")
+    for word in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(word, str | Path) and not str(word).isprintable():
+            raise UserError(f"{what} has control characters in it ({str(word)!r})", "leave them out")
 
 
 def _parse(command: list[str]) -> dict[str, Any]:
@@ -152,14 +143,6 @@ def _parse(command: list[str]) -> dict[str, Any]:
                 raise UserError(f"{option} is not for a job", "leave it out: the job finds it out")
             raise UserError(f"{option} stands after {kind}", f"put it before: lockstep submit {option} ... {kind} ...")
     return dict(context.params)
-
-
-def _with_options(profile: Cluster, sbatch: list[str] | None, **options: str | None) -> Cluster:
-    """The profile with what the user says of Slurm."""
-    slurm = profile.slurm.model_copy(
-        update=opt.given(**options) | {"options": [*profile.slurm.options, *(sbatch or [])]}
-    )
-    return profile.model_copy(update={"slurm": slurm})
 
 
 def _of_each_node(

@@ -31,7 +31,11 @@ def train_command(
 ) -> int:
     """Train a recipe; without an argument, a small language model on its embedded corpus."""
     if list_:
-        return _list_recipes()
+        from lockstep.config.catalog import RECIPES
+
+        for recipe in RECIPES.values():
+            print(f"{recipe.name:10} {recipe.summary}")
+        return 0
     from lockstep.checkpoint.disk.code import accept_by_name
     from lockstep.checkpoint.disk.format import steps_on_disk
     from lockstep.config.layers import for_world, resolve
@@ -80,14 +84,6 @@ def train_command(
         other = ("dp=2", "replicas") if "fsdp" in resolved.config.layout else ("fsdp=2", "sharded parameters")
         _next_commands(folder, what, said, other, terminal)
     return code
-
-
-def _list_recipes() -> int:
-    from lockstep.config.catalog import RECIPES
-
-    for recipe in RECIPES.values():
-        print(f"{recipe.name:10} {recipe.summary}")
-    return 0
 
 
 def check_with_torch(resolved: Resolved, device: str) -> int:
