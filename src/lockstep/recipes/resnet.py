@@ -15,7 +15,7 @@ from lockstep.recipes.vision import accuracy, loss
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a way around them."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -47,14 +47,14 @@ class ResNet18(nn.Module):
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(
-            Block(width, width, 1),
-            Block(width, width, 1),
-            Block(width, 2 * width, 2),
-            Block(2 * width, 2 * width, 1),
-            Block(2 * width, 4 * width, 2),
-            Block(4 * width, 4 * width, 1),
-            Block(4 * width, 8 * width, 2),
-            Block(8 * width, 8 * width, 1),
+            BasicBlock(width, width, 1),
+            BasicBlock(width, width, 1),
+            BasicBlock(width, 2 * width, 2),
+            BasicBlock(2 * width, 2 * width, 1),
+            BasicBlock(2 * width, 4 * width, 2),
+            BasicBlock(4 * width, 4 * width, 1),
+            BasicBlock(4 * width, 8 * width, 2),
+            BasicBlock(8 * width, 8 * width, 1),
         )
         self.head = nn.Linear(8 * width, CLASSES)
 

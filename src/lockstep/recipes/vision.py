@@ -23,7 +23,7 @@ class DigitReader(nn.Module):
     def __init__(self, settings: DigitsSettings) -> None:
         super().__init__()
         self.embed = nn.Linear(PIXELS, settings.width)
-        self.blocks = nn.ModuleList(Block(settings.width) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(HiddenLayer(settings.width) for _ in range(settings.layers))
         self.head = nn.Linear(settings.width, CLASSES)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class DigitReader(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class HiddenLayer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)

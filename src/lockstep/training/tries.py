@@ -1,4 +1,4 @@
-"""Forwards and backwards that count for nothing: in training mode, exactly (fp32), on samples that all ranks have."""
+"""Forwards and backwards that count for nothing: in training mode, exactly (fp32), on samples all ranks have."""
 
 from __future__ import annotations
 

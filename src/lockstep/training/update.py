@@ -1,4 +1,4 @@
-"""The end of a step: what all ranks gave is added up and judged, and one factor and the optimizer update the weights.
+"""The end of a step: what all ranks gave is summed (all-reduce) and judged, then the optimizer updates.
 
 The weight of a step is known only after its last micro-batch, over all ranks: the factor global batch / weight turns
 gradient sums into the gradient of the mean loss. Nowhere else is anything averaged.

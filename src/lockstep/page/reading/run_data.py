@@ -54,7 +54,7 @@ BEHIND_THE_STEPS = {"step", "validation", "metric", "ranks", "machine", "checkpo
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint."""
 
     time: float
@@ -96,7 +96,7 @@ class Digest:
         self.timetable: Timetable | None = None
         self.profiles: deque[Profile] = deque(maxlen=MOST_PROFILES)
         self.samples: deque[tuple[int, str, str]] = deque(maxlen=MOST_SAMPLES)
-        self.saved: deque[Saved] = deque(maxlen=MOST_CHECKPOINTS)
+        self.saved: deque[SavedCheckpoint] = deque(maxlen=MOST_CHECKPOINTS)
         self.saving, self.stalling = Series(), Series()
         self.checkpoints, self.stalls, self.largest = 0, 0.0, 0
         self.stragglers: dict[tuple[int | None, str], StragglerSummary] = {}
@@ -259,7 +259,7 @@ class Digest:
         attempt, step, size = self._attempt, whole(event, "step"), whole(event, "bytes")
         seconds, stall, best = finite(event, "seconds"), finite(event, "stall"), event.get("best") is True
         path = text(event, "path", 120)
-        self.saved.append(Saved(self._time, attempt.number, step, path, seconds, stall, size, best))
+        self.saved.append(SavedCheckpoint(self._time, attempt.number, step, path, seconds, stall, size, best))
         self.saving.add(step, seconds)
         self.stalling.add(step, stall)
         attempt.saved_step = step
