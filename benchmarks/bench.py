@@ -36,7 +36,7 @@ from lockstep.cli.options import parse_size
 from lockstep.lab.cables import run_on_own_network
 from lockstep.launch.probe import Seat, first_trouble
 from lockstep.layout import Layout
-from lockstep.links.cost import Collective
+from lockstep.links.collective_cost import Collective
 from lockstep.links.fit import TimeCurve, fit_link
 from lockstep.runtime.comm import Comm, gather_into, scatter_sums_into  # torch's own, under either name
 from lockstep.runtime.rank_env import find_place

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
-from lockstep.links.cost import Collective, Link, bus_factor, predict
+from lockstep.links.collective_cost import Collective, Link, bus_factor, predict
 from lockstep.planner.machine.find_machine import find_machine
 from lockstep.planner.machine.hardware import Machine
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from lockstep.layout import Layout
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory

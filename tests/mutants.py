@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "cost: a ring's all-reduce goes around once",
-        "links/cost.py",
+        "links/collective_cost.py",
         '"ring": 2 * others * link.seconds(part)',
         '"ring": others * link.seconds(part)',
         ("tests/unit/test_comm_model.py",),

@@ -29,7 +29,7 @@ from lockstep.lab.layouts import (
 )
 from lockstep.lab.wire import Transfer
 from lockstep.launch.probe import Seat
-from lockstep.links.cost import ALGORITHMS, Algorithm, Collective, Link, check_algorithm, predict
+from lockstep.links.collective_cost import ALGORITHMS, Algorithm, Collective, Link, check_algorithm, predict
 from lockstep.runtime.rank_env import Place
 from tests.ranks import Job, RankPool
 

@@ -12,15 +12,16 @@ import psutil
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.runtime import network
-from lockstep.runtime.network import address_towards, interface_of
+from lockstep.runtime.host import network
+from lockstep.runtime.host.network import address_towards, interface_of
 from tests.cli.commands import clean_environment, run
 from tests.hosts import Host, Names, hosts
 from tests.one_script import assert_trained_alike, write_script
 
 PER_HOST = 2
 ASK = (
-    "import sys; from lockstep.runtime.network import *; a = address_towards(sys.argv[1], 1); print(a, interface_of(a))"
+    "import sys; from lockstep.runtime.host.network import *; "
+    "a = address_towards(sys.argv[1], 1); print(a, interface_of(a))"
 )
 
 

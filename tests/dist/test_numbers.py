@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.lab.pipeline import needs
+from lockstep.lab.play_schedule import needs
 from lockstep.layout import Layout
 from lockstep.parallel.pipeline.timetable import Action, Kind, timetable
 from lockstep.record.events import validate

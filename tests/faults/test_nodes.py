@@ -179,7 +179,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_nodes_that_cannot_meet_are_refused_before_anything_starts(name, tmp_path, monkeypatch, capsys) -> None:
     from lockstep.cli import main
-    from lockstep.runtime import network
+    from lockstep.runtime.host import network
 
     monkeypatch.setattr(network, "SECONDS_FOR_NAMES", 0.0)
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from lockstep.launch.nodes import Nodes, find_nodes, settle_head
 from lockstep.launch.queue import JobState, last_job, parse_job
 from lockstep.record.folder import LOCK, choose_folder, hold, is_held, look_back
 from lockstep.record.log import EventLog
-from lockstep.runtime.slurm_env import find_allocation, find_step
+from lockstep.runtime.host.slurm_env import find_allocation, find_step
 
 JOB = {
     "SLURM_JOB_ID": "4711",

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.links.fit import TimeCurve, fit_link, worst_miss
 
 SIZES = [1e3 * 4**power for power in range(9)]

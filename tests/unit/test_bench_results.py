@@ -13,7 +13,7 @@ from rich.console import Console
 from lockstep.cli.bench import parse_sizes
 from lockstep.errors import UserError
 from lockstep.links.bench_show import show_pairs
-from lockstep.links.cost import Collective
+from lockstep.links.collective_cost import Collective
 from lockstep.links.expected import ExpectedSpeed
 from lockstep.links.findings import Finding
 from lockstep.links.measured import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.links.cost import ALGORITHMS, Link, bus_factor, check_algorithm, predict
+from lockstep.links.collective_cost import ALGORITHMS, Link, bus_factor, check_algorithm, predict
 
 MEGABYTE_A_SECOND = Link(alpha=0.0, beta=1e-6)
 

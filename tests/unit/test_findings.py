@@ -11,7 +11,7 @@ from lockstep.checkup.reach import DoorKnock, Folder, calls, folders
 from lockstep.links.findings import Finding, Plan, judge_nodes
 from lockstep.links.topology import draw
 from lockstep.runtime.host.gpus import DriverGpu
-from lockstep.runtime.host.machine import NodeFacts, Numa, Port, look_around
+from lockstep.runtime.host.node_facts import NodeFacts, Numa, Port, look_around
 
 GIGABYTE = 10**9
 

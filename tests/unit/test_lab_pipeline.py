@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config.schema import Schedule
 from lockstep.lab.draw_pipeline import as_svg, in_terminal
-from lockstep.lab.pipeline import UNITS, Played, play
+from lockstep.lab.play_schedule import UNITS, Played, play
 from lockstep.parallel.pipeline.timetable import ONE_STAGE, Action, peak_in_flight, timetable
 
 SIZES = [(2, 4), (4, 8), (3, 6)]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.layout import Layout
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory
 from lockstep.planner.machine.hardware import GpuKind, Machine

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.cluster import find_cluster
 from lockstep.errors import UserError
-from lockstep.links.cost import predict
+from lockstep.links.collective_cost import predict
 from lockstep.links.measured import Bench, Pair, Row, Speed, fits_of, timed_row, write_bench
 from lockstep.planner.machine.find_machine import find_gpu, find_machine, known_gpus
 

@@ -14,7 +14,7 @@ from lockstep.config.schema import Schedule
 from lockstep.errors import UserError
 from lockstep.follow.blocks import _least_worst
 from lockstep.layout import Layout
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.parallel.pipeline.timetable import check, peak_in_flight, timetable
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory, in_flight

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.published_cases import Case, read_cases
 from benchmarks.stacks import find_stack
 from lockstep.layout import Layout
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.stack import NEUTRAL, Speeds
 from lockstep.planner.cost.step_time import (

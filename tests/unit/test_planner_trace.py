@@ -12,7 +12,7 @@ from benchmarks.stacks import find_stack
 from lockstep.errors import UserError
 from lockstep.follow.forward import following
 from lockstep.layout import Layout
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.planner.cost.estimate import Memory
 from lockstep.planner.cost.job import Job
 from lockstep.planner.cost.memory import estimate_memory

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.layout import AXES, Layout
-from lockstep.links.cost import Collective
+from lockstep.links.collective_cost import Collective
 from lockstep.links.expected import look_at_network
 from lockstep.links.measured import WORLD, Pair, Row, Speed, timed_row
 from lockstep.links.slow_links import pair_rounds

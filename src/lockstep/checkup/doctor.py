@@ -25,7 +25,7 @@ from lockstep.launch.probe import Answer, Seat, first_trouble, leaving_on_sigter
 from lockstep.layout import Layout
 from lockstep.links.findings import Finding, Plan, judge_nodes
 from lockstep.runtime.device import backend_for, choose_device
-from lockstep.runtime.host.machine import NodeFacts, look_around
+from lockstep.runtime.host.node_facts import NodeFacts, look_around
 
 SECONDS_TO_MEET = 60.0
 SECONDS_TO_COME = 120.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.errors import UserError, reason
 from lockstep.launch.meeting import Meeting
 from lockstep.links.findings import GIGABYTE, MEGABYTE, Finding
-from lockstep.runtime.network import address_towards, interface_of
+from lockstep.runtime.host.network import address_towards, interface_of
 
 SECONDS_OF_SKEW = 1.0
 LEAST_DISK_FREE = 2 * GIGABYTE

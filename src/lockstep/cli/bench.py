@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.checkup.bench import BenchWork
     from lockstep.config.cluster import Cluster
     from lockstep.launch.meeting import Meeting
-    from lockstep.links.cost import Collective
+    from lockstep.links.collective_cost import Collective
     from lockstep.links.expected import ExpectedSpeed, Network
     from lockstep.links.measured import Bench, Pair, Row, Speed
 
@@ -197,7 +197,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _collectives(text: str | None) -> tuple[Collective, ...]:
-    from lockstep.links.cost import Collective
+    from lockstep.links.collective_cost import Collective
 
     known = get_args(Collective)
     if text is None:

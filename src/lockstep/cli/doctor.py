@@ -38,8 +38,8 @@ def doctor_command(
     """
     from lockstep.launch.nodes import find_nodes
     from lockstep.layout import Layout
+    from lockstep.runtime.host.slurm_env import find_allocation
     from lockstep.runtime.rank_env import expand_hostlist
-    from lockstep.runtime.slurm_env import find_allocation
 
     terminal = open_terminal(as_json)
     count, chosen, _ = opt.processes(nproc, device or "auto", bool(share_gpu))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.lab.collectives import ShownCollective
     from lockstep.lab.layouts import Topic
     from lockstep.lab.timing import MeasuredTimes
-    from lockstep.links.cost import Algorithm, Collective
+    from lockstep.links.collective_cost import Algorithm, Collective
 
 app = typer.Typer(
     name="lab",
@@ -108,7 +108,7 @@ def _unless_a_rank_fails(show: Callable[[], int]) -> int:
 
 def _show_collective(asked: CollectiveQuestion) -> int:
     from lockstep.lab.collectives import check_ranks
-    from lockstep.links.cost import ALGORITHMS, check_algorithm
+    from lockstep.links.collective_cost import ALGORITHMS, check_algorithm
 
     check_ranks(asked.ranks)
     if asked.algorithm is not None:
@@ -151,7 +151,7 @@ def _show_agreement(everything: list[ShownCollective], terminal: Terminal) -> No
 
 def _possible(collective: Collective, ranks: int) -> tuple[list[Algorithm], list[str]]:
     """The algorithms that so many ranks can do, and a line for each that they cannot."""
-    from lockstep.links.cost import ALGORITHMS, check_algorithm
+    from lockstep.links.collective_cost import ALGORITHMS, check_algorithm
 
     possible, left_out = [], []
     for algorithm in ALGORITHMS[collective]:
@@ -197,7 +197,7 @@ def _rows(
     asked: CollectiveQuestion, everything: list[ShownCollective], measured: MeasuredTimes | None
 ) -> list[dict[str, Any]]:
     from lockstep.lab.collectives import cost_of
-    from lockstep.links.cost import Link, predict
+    from lockstep.links.collective_cost import Link, predict
 
     link = measured.link if measured else Link(0.0, 1 / asked.bytes_per_second)
     rows = []
@@ -291,7 +291,7 @@ def pipeline_command(
 ) -> int:
     """Who does what when: the timetable that a pipeline runs by, its bubble, and what is in flight."""
     from lockstep.lab.draw_pipeline import as_svg, in_terminal
-    from lockstep.lab.pipeline import play
+    from lockstep.lab.play_schedule import play
     from lockstep.parallel.pipeline.timetable import ONE_STAGE
 
     check_output("--draw", draw, ".svg")

@@ -39,7 +39,7 @@ def choose_run(name: str, options: Mapping[str, Any], terminal: Terminal) -> Run
     from lockstep.checkpoint.disk.format import steps_on_disk
     from lockstep.checkpoint.resume import given_checkpoint
     from lockstep.record.folder import choose_folder, look_back
-    from lockstep.runtime.slurm_env import find_allocation
+    from lockstep.runtime.host.slurm_env import find_allocation
 
     run_dir, resume, job = options["run_dir"], options["resume"], find_allocation()
     # Slurm may have lost sight of the start that finished it.
@@ -80,7 +80,7 @@ def train(start: Start, worker: list[str], told: dict[str, Any], on_oom: str) ->
     from lockstep.page.report import leave_report
     from lockstep.record.folder import EXIT_CODE, create_folder, hold, is_held, take_back
     from lockstep.runtime import stop_signals
-    from lockstep.runtime.slurm_env import find_allocation
+    from lockstep.runtime.host.slurm_env import find_allocation
     from lockstep.sinks.closing import show_closing
     from lockstep.sinks.console import Console
 

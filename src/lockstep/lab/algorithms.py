@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.lab.wire import Wire
-from lockstep.links.cost import Algorithm, Collective, check_algorithm
+from lockstep.links.collective_cost import Algorithm, Collective, check_algorithm
 
 
 def tree_broadcast(wire: Wire) -> None:

@@ -15,7 +15,7 @@ from lockstep.lab.ranks import SECONDS, on_ranks
 from lockstep.lab.wire import Transfer, Wire
 from lockstep.launch.probe import Seat
 from lockstep.layout import Layout
-from lockstep.links.cost import Algorithm, Collective, check_algorithm
+from lockstep.links.collective_cost import Algorithm, Collective, check_algorithm
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.lab.pipeline import Played, TimedAction
+from lockstep.lab.play_schedule import Played, TimedAction
 from lockstep.text import svg
 from lockstep.text.columns import in_columns
 

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.lab.cables import NotHereError, run_on_own_network
 from lockstep.launch.probe import Seat, first_trouble
 from lockstep.layout import Layout
-from lockstep.links.cost import Algorithm, Collective, Link, predict
+from lockstep.links.collective_cost import Algorithm, Collective, Link, predict
 
 PINGS = 50
 SECONDS_TO_SPARE = 60.0

@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 from lockstep.launch.queue import JobState, history_of, last_job, state_of
 from lockstep.record.folder import RunFolder
 from lockstep.record.log import EventLog, follow_events, read_events
-from lockstep.runtime.slurm_env import find_allocation
+from lockstep.runtime.host.slurm_env import find_allocation
 from lockstep.sinks.closing import show_closing
 from lockstep.sinks.console import Console, job_text
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.errors import UserError
 from lockstep.launch.nodes import Nodes, host_and_port
-from lockstep.runtime.network import address_towards, interface_of, is_loopback
+from lockstep.runtime.host.network import address_towards, interface_of, is_loopback
 from lockstep.runtime.rank_env import free_range_port
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import UserError, reason
-from lockstep.runtime.network import address_towards
-from lockstep.runtime.slurm_env import find_step
+from lockstep.runtime.host.network import address_towards
+from lockstep.runtime.host.slurm_env import find_step
 
 HEAD = ".head"
 """The note in the run folder with the head's port."""

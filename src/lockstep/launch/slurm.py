@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.faults.stop import KEEP_STOP_FILE, STOP_FILE
 from lockstep.launch.cluster_job import OFFLINE, ClusterJob
 from lockstep.record.folder import EXIT_CODE
-from lockstep.runtime.slurm_env import HOST_SUFFIX
+from lockstep.runtime.host.slurm_env import HOST_SUFFIX
 
 
 def logs_of(job: ClusterJob) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from lockstep.links.cost import bus_factor
+from lockstep.links.collective_cost import bus_factor
 from lockstep.links.measured import Bench, Fit, Pair, Row, Speed, medians
 from lockstep.links.slow_links import SLOW, good_speed, node_names
 from lockstep.text.charts import Series, line_chart, terminal_chart

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config.cluster import Cluster
 from lockstep.links.findings import Finding
 from lockstep.links.slow_links import SLOW
-from lockstep.runtime.host.machine import network_ports
+from lockstep.runtime.host.node_facts import network_ports
 
 SOCKET_GB_S = 1.0
 """One stream over a socket keeps one core busy with copying: more than this is not expected of it on any network."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.runtime.host.gpus import DriverGpu
-from lockstep.runtime.host.machine import TORCHRUNS_PORT, NodeFacts
+from lockstep.runtime.host.node_facts import TORCHRUNS_PORT, NodeFacts
 
 Level = Literal["ok", "note", "slow", "broken"]
 """`slow` and `broken` are what a training would suffer from: then the command exits with 1."""
@@ -49,17 +49,16 @@ class Plan:
     """Loader processes of each rank; None: as many as a training would take."""
 
 
+Judged = Iterator[tuple[Level, str, str]]
+"""What a rule has seen of a node: how bad it is, the evidence, and what to do about it."""
+
+
 def judge_nodes(nodes: Sequence[NodeFacts], plan: Plan) -> list[Finding]:
     """Everything that can be seen without sending a byte."""
     findings = [*versions(nodes), *variables(nodes)]
     for node, processes in zip(nodes, plan.processes, strict=True):
-        findings += [
-            *gpus(node, processes, plan.device),
-            *cpus(node, processes, plan.workers),
-            *memory(node, processes),
-        ]
-        findings += [*shared_memory(node, processes), *limits(node, plan.device), *offline(node)]
-        findings += [*names(node, len(nodes)), *ports(node)]
+        for check, rule in RULES.items():
+            findings += [Finding(check, level, node.host, *told) for level, *told in rule(node, processes, plan)]
     return findings
 
 
@@ -148,62 +147,46 @@ def variables(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield Finding("environment", "ok", _where(nodes), what)
 
 
-def gpus(node: NodeFacts, processes: int, device: str) -> Iterator[Finding]:
+def gpus(node: NodeFacts, processes: int, plan: Plan) -> Judged:
     """GPUs that are ill, busy with something else, or used by no rank."""
     if node.gpu_trouble:
-        yield Finding(
-            "GPUs",
+        yield (
             "broken",
-            node.host,
             f"the GPU driver does not answer for all GPUs: {node.gpu_trouble}",
             "see nvidia-smi and dmesg, and have the node drained where it says the same",
         )
     if not node.gpus:
         if node.gpu_driver and not node.gpu_trouble:
-            yield Finding(
-                "GPUs",
-                "note",
-                node.host,
-                "there is a GPU driver, and nothing tells more about its GPUs",
-                "pip install nvidia-ml-py",
-            )
+            yield "note", "there is a GPU driver, and nothing tells more about its GPUs", "pip install nvidia-ml-py"
         return
-    bad = False
+    ills: list[tuple[Level, str, str]] = []
     seen, visible = _visible(node)
     for gpu in seen:
         name = f"GPU {gpu.index} ({gpu.name})"
-        ills: list[tuple[Level, str, str]] = []
         if gpu.ecc_errors:
-            ills.append(("broken", f"{gpu.ecc_errors} uncorrected memory errors", "reset it, or have the node drained"))
+            evidence = f"{name}: {gpu.ecc_errors} uncorrected memory errors"
+            ills.append(("broken", evidence, "reset it, or have the node drained"))
         if gpu.rows_pending:
-            ills.append(("broken", "bad memory that waits for a reset", "have the node drained and the GPU reset"))
+            evidence = f"{name}: bad memory that waits for a reset"
+            ills.append(("broken", evidence, "have the node drained and the GPU reset"))
         if gpu.slowed_by:
             hot = f" at {gpu.temperature} degrees" if gpu.temperature else ""
-            ills.append(("slow", f"slowed down by {' and '.join(gpu.slowed_by)}{hot}", "have its cooling looked at"))
+            evidence = f"{name}: slowed down by {' and '.join(gpu.slowed_by)}{hot}"
+            ills.append(("slow", evidence, "have its cooling looked at"))
         if gpu.processes:
             held = f"{gpu.memory_used / GIGABYTE:.1f} of {gpu.memory / GIGABYTE:.0f} GB"
             pids = ", ".join(map(str, gpu.processes[:4]))
-            ills.append(("slow", f"another process is on it (pid {pids}; {held} taken)", f"end it: kill {pids}"))
-        for level, evidence, fix in ills:
-            bad = True
-            yield Finding("GPUs", level, node.host, f"{name}: {evidence}", fix)
-    used = min(processes, visible) if device == "cuda" else 0
+            evidence = f"{name}: another process is on it (pid {pids}; {held} taken)"
+            ills.append(("slow", evidence, f"end it: kill {pids}"))
+    used = min(processes, visible) if plan.device == "cuda" else 0
     if node.gpus_given is not None and node.gpus_given > visible:
-        bad = True
-        yield Finding(
-            "GPUs",
-            "slow",
-            node.host,
-            f"Slurm gave {node.gpus_given} GPUs and {visible} are visible",
-            "leave CUDA_VISIBLE_DEVICES as Slurm sets it",
-        )
+        evidence = f"Slurm gave {node.gpus_given} GPUs and {visible} are visible"
+        ills.append(("slow", evidence, "leave CUDA_VISIBLE_DEVICES as Slurm sets it"))
     if used < visible:
-        bad = True
-        fix = f"--nproc {visible} uses all" if device == "cuda" else "leave --device cpu out, or give them back"
-        yield Finding("GPUs", "slow", node.host, f"{visible} GPUs are visible and {used or 'none'} used by a rank", fix)
-    if not bad:
-        names_of = sorted({gpu.name for gpu in seen})
-        yield Finding("GPUs", "ok", node.host, f"{visible} x {', '.join(names_of)}, healthy, {used} used")
+        fix = f"--nproc {visible} uses all" if plan.device == "cuda" else "leave --device cpu out, or give them back"
+        ills.append(("slow", f"{visible} GPUs are visible and {used or 'none'} used by a rank", fix))
+    names_of = ", ".join(sorted({gpu.name for gpu in seen}))
+    yield from ills or [("ok", f"{visible} x {names_of}, healthy, {used} used", "")]
 
 
 def _visible(node: NodeFacts) -> tuple[list[DriverGpu], int]:
@@ -222,171 +205,161 @@ def _is_uuid_of(name: str, gpu: DriverGpu) -> bool:
     return name.startswith("GPU-") and gpu.uuid.startswith(name)
 
 
-def cpus(node: NodeFacts, processes: int, workers: int | None) -> Iterator[Finding]:
+def cpus(node: NodeFacts, processes: int, plan: Plan) -> Judged:
     """Cores for the ranks and for the processes that read their data."""
+    workers = plan.workers
     allowed = node.cpus if node.cpu_quota is None else min(node.cpus, node.cpu_quota)
     threads = node.variables.get("OMP_NUM_THREADS", "")
     used = processes * int(threads) if threads.isdigit() else node.cpus
     if node.cpu_quota is not None and node.cpu_quota < min(node.cpus, used):
-        yield Finding(
-            "CPUs",
+        yield (
             "slow",
-            node.host,
             f"{node.cpus} CPUs are seen, and the control group gives the time of {node.cpu_quota:g}",
             f"raise the container's or job's CPUs, or set OMP_NUM_THREADS={max(1, int(allowed // max(1, processes)))}",
         )
     if allowed < processes:
-        yield Finding(
-            "CPUs",
+        yield (
             "slow",
-            node.host,
             f"{allowed:g} CPUs for {processes} ranks",
             f"give the job {processes} CPUs or more (--cpus-per-task), or start fewer ranks",
         )
     elif workers and processes * (workers + 1) > allowed:
         fitting = int(allowed // processes) - 1
-        yield Finding(
-            "CPUs",
+        yield (
             "slow",
-            node.host,
             f"{processes} ranks with {workers} workers each are {processes * (workers + 1)} processes "
             f"on {allowed:g} CPUs",
             f"use data.workers={max(0, fitting)}, or more CPUs",
         )
     else:
         share = "" if processes < 2 else f", {allowed / processes:g} for each of {processes} ranks"
-        yield Finding("CPUs", "ok", node.host, f"{allowed:g} CPUs{share}")
+        yield "ok", f"{allowed:g} CPUs{share}", ""
     if threads.isdigit() and used > allowed >= processes:
-        yield Finding(
-            "CPUs",
+        yield (
             "slow",
-            node.host,
             f"OMP_NUM_THREADS={threads} in {processes} ranks is more than {allowed:g} CPUs",
             "unset it: Lockstep shares the cores out",
         )
 
 
-def memory(node: NodeFacts, processes: int) -> Iterator[Finding]:
+def memory(node: NodeFacts, processes: int, _: Plan) -> Judged:
     """Memory of the host."""
     free, needed = node.memory_free, processes * MEMORY_OF_A_RANK
     said = f"{free / GIGABYTE:.1f} of {node.memory / GIGABYTE:.0f} GB free"
     if free < needed:
         fix = f"free some, or start fewer ranks: each of {processes} takes about 1 GB before it has a model"
-        yield Finding("memory", "broken", node.host, said, fix)
+        yield "broken", said, fix
     else:
-        yield Finding("memory", "ok", node.host, said)
+        yield "ok", said, ""
 
 
-def shared_memory(node: NodeFacts, processes: int) -> Iterator[Finding]:
+def shared_memory(node: NodeFacts, processes: int, _: Plan) -> Judged:
     """The memory through which loader processes hand over batches."""
     needed = processes * SHM_OF_A_RANK
     said = f"/dev/shm has {node.shm_free / MEGABYTE:,.0f} of {node.shm_size / MEGABYTE:,.0f} MB free"
     if node.shm_free < needed:
-        yield Finding(
-            "shared memory",
+        yield (
             "broken",
-            node.host,
             f"{said}, and {processes} rank{'s' if processes > 1 else ''} hand their batches through it",
             f"give it {needed / MEGABYTE:,.0f} MB or more (docker run --shm-size=8g, or --ipc=host), "
             "or use data.workers=0",
         )
     else:
-        yield Finding("shared memory", "ok", node.host, said)
+        yield "ok", said, ""
 
 
-def limits(node: NodeFacts, device: str) -> Iterator[Finding]:
+def limits(node: NodeFacts, _: int, plan: Plan) -> Judged:
     """What the system allows one process."""
     bad = False
     files, most = node.limits.get("nofile"), node.limits.get("nofile at most")
     if most is not None and most < LEAST_FILES:
         bad = True
-        yield Finding(
-            "limits",
+        yield (
             "broken",
-            node.host,
             f"{most} open files for a process at most, and loaders and sockets need more",
             f"have the limit raised to {LEAST_FILES} (limits.conf; in a container --ulimit nofile={LEAST_FILES})",
         )
     locked = node.limits.get("memlock")
-    if locked is not None and any(port.is_infiniband for port in node.network) and device == "cuda":
+    if locked is not None and any(port.is_infiniband for port in node.network) and plan.device == "cuda":
         bad = True
-        yield Finding(
-            "limits",
+        yield (
             "broken",
-            node.host,
             f"{locked / MEGABYTE:.0f} MB may be locked, and InfiniBand pins its buffers",
             "ulimit -l unlimited (in a container --ulimit memlock=-1)",
         )
     if not bad:
         raised = ", which Lockstep raises for its ranks" if files is not None and files < LEAST_FILES else ""
-        yield Finding("limits", "ok", node.host, f"{'unlimited' if files is None else files} open files{raised}")
+        yield "ok", f"{'unlimited' if files is None else files} open files{raised}", ""
 
 
-def offline(node: NodeFacts) -> Iterator[Finding]:
+def offline(node: NodeFacts, _: int, __: Plan) -> Judged:
     """Nodes without a way out, on which libraries would wait for one. Nothing is sent to find out."""
     if node.has_default_route:
         said = "there is a default route; whether it leads to the internet was not tried"
-        yield Finding("internet", "ok", node.host, said)
+        yield "ok", said, ""
         return
     is_told = any(
         node.variables.get(name) in ("1", "true", "True", "ON") for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     )
     if is_told:
-        yield Finding("internet", "ok", node.host, "no way out, and libraries are told so (HF_HUB_OFFLINE)")
+        yield "ok", "no way out, and libraries are told so (HF_HUB_OFFLINE)", ""
     else:
-        yield Finding(
-            "internet",
+        yield (
             "note",
-            node.host,
             "no way out: libraries that look for updates would wait",
             "export HF_HUB_OFFLINE=1, and `lockstep fetch` data on the login node",
         )
 
 
-def names(node: NodeFacts, nodes: int) -> Iterator[Finding]:
+def names(node: NodeFacts, _: int, plan: Plan) -> Judged:
     """Whether the node's own name leads somewhere."""
     loopback = [address for address in node.addresses if address.startswith("127.") or address == "::1"]
     if not node.addresses:
-        level: Level = "note" if nodes == 1 else "slow"
-        yield Finding(
-            "names",
+        level: Level = "note" if len(plan.processes) == 1 else "slow"
+        yield (
             level,
-            node.host,
             f"its own name {node.host} resolves to nothing",
             f"add {node.host} to /etc/hosts or the DNS (Lockstep does without, other programs wait for it)",
         )
-    elif loopback and nodes > 1:
-        yield Finding(
-            "names",
+    elif loopback and len(plan.processes) > 1:
+        yield (
             "note",
-            node.host,
             f"its own name {node.host} is {', '.join(loopback)}, which others cannot reach",
             "nothing: Lockstep takes the interface that reaches the peers; torchrun needs --local-addr",
         )
     else:
-        yield Finding("names", "ok", node.host, f"{node.host} is {', '.join(node.addresses)}")
+        yield "ok", f"{node.host} is {', '.join(node.addresses)}", ""
 
 
-def ports(node: NodeFacts) -> Iterator[Finding]:
+def ports(node: NodeFacts, _: int, __: Plan) -> Judged:
     """Ports for the connections between ranks."""
     if node.port_range < LEAST_PORTS:
-        yield Finding(
-            "ports",
+        yield (
             "broken",
-            node.host,
             f"{node.port_range} ports for outgoing connections",
             "widen net.ipv4.ip_local_port_range to 32768 60999",
         )
     elif not node.torchruns_port_is_free:
-        yield Finding(
-            "ports",
+        yield (
             "note",
-            node.host,
             f"port {TORCHRUNS_PORT} is taken: a script started by hand with MASTER_PORT={TORCHRUNS_PORT} would fail",
             "leave the port to lockstep run, or choose another one",
         )
     else:
-        yield Finding("ports", "ok", node.host, f"{node.port_range:,} ports for connections")
+        yield "ok", f"{node.port_range:,} ports for connections", ""
+
+
+RULES: dict[str, Callable[[NodeFacts, int, Plan], Judged]] = {
+    "GPUs": gpus,
+    "CPUs": cpus,
+    "memory": memory,
+    "shared memory": shared_memory,
+    "limits": limits,
+    "internet": offline,
+    "names": names,
+    "ports": ports,
+}
+"""What is looked at on every node."""
 
 
 def _where(nodes: Sequence[NodeFacts]) -> str:

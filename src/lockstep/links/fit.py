@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 
 Point = tuple[float, float]
 """Bytes, and seconds."""

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.errors import UserError, reason
-from lockstep.links.cost import Collective, Link, bus_factor
+from lockstep.links.collective_cost import Collective, Link, bus_factor
 from lockstep.links.findings import Finding
 from lockstep.links.fit import Point, TimeCurve, fit_link, worst_miss
 

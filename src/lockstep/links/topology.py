@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.links.findings import GIGABYTE
-from lockstep.runtime.host.machine import NodeFacts, Port
+from lockstep.runtime.host.node_facts import NodeFacts, Port
 
 
 def draw(node: NodeFacts) -> list[str]:

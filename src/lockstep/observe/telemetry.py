@@ -20,7 +20,7 @@ import torch
 
 from lockstep.record.events import HostTold, MachinesTold, ProcessesTold
 from lockstep.runtime.host.gpus import has_driver
-from lockstep.runtime.host.machine import cpu_quota
+from lockstep.runtime.host.node_facts import cpu_quota
 from lockstep.runtime.host.sensors import Counts, GpuReading, SensorLook, Sensors, descendants
 from lockstep.runtime.rank_env import Place
 from lockstep.text.units import rounded

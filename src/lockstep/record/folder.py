@@ -22,7 +22,7 @@ from lockstep.config.toml import read_toml
 from lockstep.errors import UserError, nearest, reason
 from lockstep.record.failure import short_host
 from lockstep.record.run_state import RunState, read_state
-from lockstep.runtime.slurm_env import Allocation, find_allocation
+from lockstep.runtime.host.slurm_env import Allocation, find_allocation
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"

@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.heartbeat import Beat
-from lockstep.runtime.network import address_towards, interface_of, is_loopback
+from lockstep.runtime.host.network import address_towards, interface_of, is_loopback
 from lockstep.runtime.notices import Notices
 from lockstep.runtime.process import set_default_environment
 from lockstep.runtime.rank_env import Place

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.config.cluster import Cluster, Node, find_cluster, known_clusters
 from lockstep.errors import UserError, nearest, unknown
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.planner.machine.here import machine_here
 

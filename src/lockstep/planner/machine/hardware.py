@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.errors import UserError
-from lockstep.links.cost import Link
+from lockstep.links.collective_cost import Link
 
 
 @dataclass(frozen=True)

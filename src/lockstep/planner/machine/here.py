@@ -9,11 +9,11 @@ from pathlib import Path
 
 from lockstep.data.sets import cache_folder
 from lockstep.errors import UserError
-from lockstep.links.cost import Link, bus_factor
+from lockstep.links.collective_cost import Link, bus_factor
 from lockstep.links.measured import Bench, medians, read_bench
 from lockstep.planner.machine.hardware import GpuKind, Machine
 from lockstep.runtime.host.gpus import gpus_here
-from lockstep.runtime.host.machine import memory_here
+from lockstep.runtime.host.node_facts import memory_here
 
 
 def machine_here(known: Callable[[str], GpuKind | None], nodes: int | None = None, gpus: int | None = None) -> Machine:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from lockstep.runtime.host.gpus import ask, handles_of, identity_of
-from lockstep.runtime.host.machine import memory_here, number_of, text_of
+from lockstep.runtime.host.node_facts import memory_here, number_of, text_of
 
 IPOIB = "32"
 """The type of a network interface that InfiniBand ports carry (ARPHRD_INFINIBAND in Linux' if_arp.h)."""
