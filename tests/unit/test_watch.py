@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.page.panels import Advice
 from lockstep.sinks.watch_view import Screen, view
-from lockstep.sinks.watched import MOST_POINTS, LossCurve, Watched
+from lockstep.sinks.watched import MOST_POINTS, Watched
 from tests import runs
 from tests.cli.commands import in_this_process
 from tests.events import Event
@@ -160,20 +160,21 @@ def test_without_unicode_everything_is_ascii():
 
 
 def test_the_curve_of_a_million_steps_is_small_and_keeps_its_extremes():
-    curve = LossCurve()
+    curve = Watched().losses
     for step in range(1, 100_001):
         curve.add(step, 9.0 if step == 77_777 else 0.001 if step == 5 else 1.0)
-    assert len(curve.points) <= MOST_POINTS
-    assert max(high for _, _, high in curve.points) == 9.0
-    assert min(low for _, low, _ in curve.points) == 0.001
-    assert [step for step, _, _ in curve.points] == list(range(1, 100_001, curve.width))
+    points = curve.spans()
+    assert len(points) <= MOST_POINTS
+    assert max(high for _, _, high in points) == 9.0
+    assert min(low for _, low, _ in points) == 0.001
+    assert [step for step, _, _ in points] == list(range(1, 100_001, int(points[1][0] - points[0][0])))
 
 
 def test_of_a_step_that_is_done_again_the_later_loss_counts():
-    curve = LossCurve()
+    curve = Watched().losses
     for step, loss in [(1, 5.0), (2, 4.0), (3, float("nan")), (4, 3.0), (2, 4.5), (3, 3.5)]:
         curve.add(step, loss)
-    assert curve.points == [(1, 5.0, 5.0), (2, 4.5, 4.5), (3, 3.5, 3.5)]
+    assert curve.spans() == [(1, 5.0, 5.0), (2, 4.5, 4.5), (3, 3.5, 3.5)]
 
 
 def test_what_cannot_be_read_is_counted_and_hostile_text_is_harmless():

@@ -481,34 +481,12 @@ class ConfigEvent(Head):
     attention: NotRequired[Annotated[str, "who computes attention"]]
 
 
-Event: TypeAlias = (
-    StartEvent
-    | StatusEvent
-    | StepEvent
-    | ValidationEvent
-    | TestEvent
-    | CheckpointEvent
-    | MetricEvent
-    | BaselineEvent
-    | SampleEvent
-    | MessageEvent
-    | ConfigEvent
-    | FailureEvent
-    | RecoveredEvent
-    | AlarmEvent
-    | RanksEvent
-    | PredictionEvent
-    | PredictionErrorEvent
-    | MachineEvent
-    | TimetableEvent
-    | FlopsEvent
-    | SettingsEvent
-    | ProfileEvent
-    | StragglerEvent
-    | JobEvent
-    | StopEvent
-    | EndEvent
-)
+_OfTraining: TypeAlias = StartEvent | StatusEvent | StepEvent | ValidationEvent | TestEvent | CheckpointEvent
+_OfScripts: TypeAlias = MetricEvent | BaselineEvent | SampleEvent | MessageEvent | ConfigEvent
+_OfFaults: TypeAlias = FailureEvent | RecoveredEvent | AlarmEvent | StragglerEvent
+_OfSpeed: TypeAlias = RanksEvent | MachineEvent | TimetableEvent | FlopsEvent | ProfileEvent
+_OfPlans: TypeAlias = PredictionEvent | PredictionErrorEvent | SettingsEvent | JobEvent | StopEvent | EndEvent
+Event: TypeAlias = _OfTraining | _OfScripts | _OfFaults | _OfSpeed | _OfPlans
 
 KINDS: Mapping[str, type] = {get_args(one.__annotations__["kind"])[0]: one for one in get_args(Event)}
 

@@ -172,10 +172,7 @@ def create_folder(folder: RunFolder, config: LaunchConfig) -> list[Path]:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
-        raise UserError(
-            f"cannot write to {folder.path}",
-            f"{reason(error)}; give another --run-dir",
-        ) from None
+        raise UserError(f"cannot write to {folder.path}", f"{reason(error)}; give another --run-dir") from None
     return made
 
 

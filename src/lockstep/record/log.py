@@ -157,9 +157,9 @@ class LogReader:
                         self._passes_over = False
                         continue
                     self.lines += 1
-                    told = _parse(line)
-                    if told:
-                        self.damaged += type(told) is str
+                    if told := _parse(line):
+                        if told.__class__ is str:
+                            self.damaged += 1
                         yield told
                 if len(rest) > LONGEST_LINE:
                     self.offset += len(rest)
@@ -190,9 +190,10 @@ def _parse(line: bytes) -> dict[str, Any] | str:
             return "not JSON" if line.strip() else ""
     if type(event) is not dict:
         return "JSON, but no object"
-    if type(event.get("kind")) is not str:
+    get = event.get
+    time, attempt = get("time"), get("attempt")
+    if type(get("kind")) is not str:
         return "without a kind"
-    time, attempt = event.get("time"), event.get("attempt")
     if (type(time) is not float and type(time) is not int) or not 0 <= time < LATEST:
         return "without a time that can be"
     if type(attempt) is not int or not 0 < attempt < LATEST:

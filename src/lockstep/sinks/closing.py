@@ -13,19 +13,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from lockstep.record.folder import EVENTS, REPORT
-from lockstep.text.units import (
-    beside_prediction,
-    bytes_text,
-    count_text,
-    device_time_text,
-    duration_text,
-    energy_text,
-    loss_text,
-    percent,
-    printable,
-    seconds_text,
-    share_text,
-)
+from lockstep.text import units
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -74,7 +62,7 @@ def closing_table(summary: Summary, report: Path | None, width: int) -> list[Tex
     for label, text in closing_rows(summary, report):
         lines += [
             Text.assemble((f"{label if is_first else '':{LABEL}}", "bold"), line)
-            for is_first, line in _wrapped(printable(text), max(width - LABEL, 20))
+            for is_first, line in _wrapped(units.printable(text), max(width - LABEL, 20))
         ]
     return lines
 
@@ -91,12 +79,12 @@ def closing_rows(summary: Summary, report: Path | None = None) -> list[tuple[str
     rows = [("run", f"{summary.name}, {summary.state}"), ("steps", _steps(summary)), ("loss", _losses(summary))]
     rows += [("speed", _speed(summary)), *_time(summary.spent)]
     if summary.memory:
-        rows.append(("memory", f"{bytes_text(summary.memory)} on the fullest rank"))
-    energy = f", {energy_text(summary.kwh)}" if summary.kwh is not None else ""
-    cost = f"{device_time_text(summary.device_hours, summary.device)}{energy}"
+        rows.append(("memory", f"{units.bytes_text(summary.memory)} on the fullest rank"))
+    energy = f", {units.energy_text(summary.kwh)}" if summary.kwh is not None else ""
+    cost = f"{units.device_time_text(summary.device_hours, summary.device)}{energy}"
     rows.append(("cost", cost if summary.device_hours else ""))
-    compared = [_compared("a step", summary.predicted_step, seconds_text)]
-    compared.append(_compared("memory", summary.predicted_memory, bytes_text))
+    compared = [_compared("a step", summary.predicted_step, units.seconds_text)]
+    compared.append(_compared("memory", summary.predicted_memory, units.bytes_text))
     rows.append(("predicted", "; ".join(text for text in compared if text)))
     rows.append(("report", str(report) if report else ""))
     return [(label, text) for label, text in rows if text]
@@ -106,17 +94,17 @@ def _steps(summary: Summary) -> str:
     of = f" of {summary.total_steps}" if summary.total_steps else ""
     attempts = len(summary.attempts)
     tries = f", {attempts} attempts" if attempts > 1 else ""
-    return f"{summary.steps}{of} in {duration_text(summary.spent.whole)}{tries}"
+    return f"{summary.steps}{of} in {units.duration_text(summary.spent.whole)}{tries}"
 
 
 def _losses(summary: Summary) -> str:
     if not summary.steps:
         return ""
-    parts = [f"{loss_text(summary.loss)} in training" if summary.loss is not None else "not finite in training"]
+    parts = [f"{units.loss_text(summary.loss)} in training" if summary.loss is not None else "not finite in training"]
     if summary.best_loss is not None:
-        parts.append(f"best in validation {loss_text(summary.best_loss)} (step {summary.best_step})")
+        parts.append(f"best in validation {units.loss_text(summary.best_loss)} (step {summary.best_step})")
     if summary.test_loss is not None:
-        parts.append(f"test {loss_text(summary.test_loss)}")
+        parts.append(f"test {units.loss_text(summary.test_loss)}")
     return ", ".join(parts)
 
 
@@ -125,11 +113,11 @@ def _speed(summary: Summary) -> str:
 
     parts = []
     if summary.items_per_second is not None:
-        parts.append(f"{count_text(summary.items_per_second)} {summary.item}/s")
+        parts.append(f"{units.count_text(summary.items_per_second)} {summary.item}/s")
     if summary.step_seconds is not None:
-        parts.append(f"{seconds_text(summary.step_seconds)} a step")
+        parts.append(f"{units.seconds_text(summary.step_seconds)} a step")
     if summary.mfu is not None:
-        parts.append(f"MFU {share_text(summary.mfu)}")
+        parts.append(f"MFU {units.share_text(summary.mfu)}")
     elif is_over_the_peak(summary):
         parts.append(f"no MFU: {summary.mfu_reason}")
     return ", ".join(parts)
@@ -144,17 +132,17 @@ def _time(spent: TimeSpent) -> list[tuple[str, str]]:
     shares = {name: getattr(spent, name) / spent.whole for name in PARTS_OF_TIME}
     kept = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name in IN_KEPT_STEPS})
     lost = _named({text: shares[name] for name, text in PARTS_OF_TIME.items() if name not in IN_KEPT_STEPS})
-    rows = [("goodput", share_text(spent.goodput) + (f": {kept}" if kept else ""))]
-    return rows + ([("lost time", f"{share_text(1 - spent.goodput)}: {lost}")] if lost else [])
+    rows = [("goodput", units.share_text(spent.goodput) + (f": {kept}" if kept else ""))]
+    return rows + ([("lost time", f"{units.share_text(1 - spent.goodput)}: {lost}")] if lost else [])
 
 
 def _named(shares: dict[str, float]) -> str:
     largest = sorted(shares.items(), key=lambda share: -share[1])
-    return ", ".join(f"{name} {percent(share)}" for name, share in largest if share >= LEAST_SHARE)
+    return ", ".join(f"{name} {units.percent(share)}" for name, share in largest if share >= LEAST_SHARE)
 
 
 def _compared(what: str, compared: Compared | None, text: Callable[[float], str]) -> str:
     if compared is None or compared.measured is None or compared.error is None:
         return ""
-    beside = beside_prediction(compared.measured, compared.predicted, text)
+    beside = units.beside_prediction(compared.measured, compared.predicted, text)
     return f"{what} {text(compared.measured)}, {beside}"

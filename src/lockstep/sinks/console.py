@@ -15,17 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.record.events import (
-    EndEvent,
-    Event,
-    JobTold,
-    MetricTold,
-    PredictionErrorEvent,
-    StartEvent,
-    StepEvent,
-    TestEvent,
-    ValidationEvent,
-)
+from lockstep.record import events
 from lockstep.text.units import beside_prediction, bytes_text, clock, count_text, printable, seconds_text, steady
 
 BAR_WIDTH = 24
@@ -41,16 +31,16 @@ class Console:
         self._live: Live | None = None
         self._spinner = Spinner("dots" if terminal.encoding.startswith("utf") else "line")
         self._baseline: tuple[str, float] | None = None
-        self._validation: ValidationEvent | None = None
+        self._validation: events.ValidationEvent | None = None
         self._status = ""
         # What follows belongs to one attempt and begins anew with each start event.
-        self._start: StartEvent | None = None
-        self._step: StepEvent | None = None
+        self._start: events.StartEvent | None = None
+        self._step: events.StepEvent | None = None
         self._pace = Pace()
         self._logged: dict[str, float] = {}
         self._plain_due = 0.0
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Show one event. Kinds this version does not know are passed over."""
         match event["kind"]:
             case "start":
@@ -162,7 +152,7 @@ class Console:
         self._status = ""
         self._pace.pause_seconds += seconds
 
-    def _show_step(self, event: StepEvent) -> None:
+    def _show_step(self, event: events.StepEvent) -> None:
         self._status = ""
         self._step = event
         self._pace.add(event)
@@ -175,7 +165,7 @@ class Console:
     def _total_steps(self) -> int | None:
         return self._start["total_steps"] if self._start else None
 
-    def _detail_texts(self, step: StepEvent) -> list[str]:
+    def _detail_texts(self, step: events.StepEvent) -> list[str]:
         """What there is to say about the latest step, the most wanted first."""
         texts = ["skipped" if step["skipped"] else f"loss {steady(step['loss'])}"]
         if self._pace.recent_seconds > 0:
@@ -224,7 +214,7 @@ class Pace:
     recent_seconds: float = 0.0
     pause_seconds: float = 0.0
 
-    def add(self, step: StepEvent) -> None:
+    def add(self, step: events.StepEvent) -> None:
         # Each step counts 5 % less than the one after it; the first, which warms up, only while it is alone.
         keep = 0.95 if self.steps > 1 else 0.0
         self.steps += 1
@@ -236,7 +226,7 @@ class Pace:
         return steps * (self.recent_seconds / self.recent_steps + self.pause_seconds / self.steps)
 
 
-def start_text(start: StartEvent) -> str:
+def start_text(start: events.StartEvent) -> str:
     """What runs where, in a line."""
     count = start["world_size"]
     one, many = ("CPU process", "CPU processes") if start["device"] == "cpu" else ("GPU", "GPUs")
@@ -256,7 +246,9 @@ def start_text(start: StartEvent) -> str:
     return ", ".join(parts)
 
 
-def _end_text(end: EndEvent, validation: ValidationEvent | None, baseline: tuple[str, float] | None) -> str:
+def _end_text(
+    end: events.EndEvent, validation: events.ValidationEvent | None, baseline: tuple[str, float] | None
+) -> str:
     steps = f"{end['step']} step{'s' * (end['step'] != 1)}"
     done = f"done: {steps} in {clock(end['seconds'])}, training loss {steady(end['loss'])}"
     if validation is None:
@@ -271,7 +263,7 @@ def _end_text(end: EndEvent, validation: ValidationEvent | None, baseline: tuple
     return done + "\n" + " | ".join(parts)
 
 
-def _prediction_text(event: PredictionErrorEvent) -> str:
+def _prediction_text(event: events.PredictionErrorEvent) -> str:
     """What was predicted and what came; tensors are counted on GPUs only."""
     memory, time = event["memory_bytes"], event["step_seconds"]
     told = [("a step took", time, seconds_text), ("the fullest rank held tensors of", memory, bytes_text)]
@@ -284,20 +276,20 @@ def _prediction_text(event: PredictionErrorEvent) -> str:
     return f"{'; '.join(parts)}{guessed}"
 
 
-def _progress_text(step: StepEvent, total: int | None) -> str:
+def _progress_text(step: events.StepEvent, total: int | None) -> str:
     return f"step {step['step']:>{len(str(total))}}/{total}" if total else f"step {step['step']}"
 
 
-def score_texts(event: ValidationEvent | TestEvent) -> list[str]:
+def score_texts(event: events.ValidationEvent | events.TestEvent) -> list[str]:
     """The loss and the metrics of a validation or test event."""
     return [f"{event['kind']} loss {steady(event['loss'])}", *_metric_texts(event["metrics"])]
 
 
-def _test_text(test: TestEvent) -> str:
+def _test_text(test: events.TestEvent) -> str:
     return " | ".join([*score_texts(test), f"by the weights of step {test['step']}"])
 
 
-def _metric_texts(metrics: dict[str, MetricTold]) -> list[str]:
+def _metric_texts(metrics: dict[str, events.MetricTold]) -> list[str]:
     texts = []
     for name, metric in metrics.items():
         hits, count = float(metric["sum"]), float(metric["count"])
@@ -315,7 +307,7 @@ def _parameters(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count}"
 
 
-def job_text(event: JobTold) -> str:
+def job_text(event: events.JobTold) -> str:
     """A job of Slurm in a line."""
     why = f" ({event['reason']})" if event["reason"] else ""
     where = f" on {event['nodes']}" if event["nodes"] else ""

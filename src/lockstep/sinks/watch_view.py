@@ -131,9 +131,10 @@ def _wrapped(texts: Sequence[str], width: int) -> list[Text]:
 
 
 def _chart(run: Watched, screen: Screen, height: int) -> list[Text]:
-    if len(run.losses.points) < 2 or not screen.is_unicode:
+    spans = run.losses.spans()
+    if len(spans) < 2 or not screen.is_unicode:
         return []
-    points = [(float(step), loss) for step, low, high in run.losses.points for loss in dict.fromkeys((high, low))]
+    points = [(step, loss) for step, low, high in spans for loss in dict.fromkeys((high, low))]
     first, last = points[0][0], points[-1][0]
 
     def step_text(step: float) -> str:  # the axis has a little room at its ends
@@ -145,7 +146,7 @@ def _chart(run: Watched, screen: Screen, height: int) -> list[Text]:
 
 def _sparkline(run: Watched, screen: Screen) -> list[Text]:
     """The loss in one line, where there is no room for a chart; each mark is the highest of its steps."""
-    points, width = run.losses.points, screen.width - len("loss  ")
+    points, width = run.losses.spans(), screen.width - len("loss  ")
     if len(points) < 2 or not screen.is_unicode or width < 1:
         return []
     first, last = points[0][0], points[-1][0]
@@ -258,7 +259,7 @@ def _tail(run: Watched, now: float, advice: Sequence[Advice], width: int) -> lis
         saved = run.checkpoint
         size = f"{bytes_text(saved['bytes'])} in {seconds_text(saved['seconds'])}"
         lines.append(Text(f"last checkpoint: step {saved['step']}, {size}, {clock(max(0.0, now - saved['time']))} ago"))
-    told = [event["text"] for event in run.warnings if event["text"] != run.why]
+    told = [text for text in run.warnings if text != run.why]
     texts = [printable(text).replace("\n", " ") for text in told[-MOST_WARNINGS:]]
     lines += [Text(f"warning: {text}", "yellow") for text in texts]
     for one in advice:

@@ -53,12 +53,7 @@ def plain(value: float) -> str:
 
 
 def line_chart(
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Sequence[Series],
-    log_x: bool = False,
-    x_format: Format = plain,
+    title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False, x_format: Format = plain
 ) -> str:
     """An SVG that needs nothing but itself: light and dark, every line with its own dash, marker and name.
 

@@ -116,10 +116,9 @@ class Digest:
 
     def take(self, event: dict[str, Any] | str, line: int) -> None:
         """What the log's reader found in this line; what cannot be used is counted."""
-        if type(event) is str:
+        if isinstance(event, str):
             self.damage.line(event, line)
             return
-        assert type(event) is dict
         kind, time, number_of = event["kind"], event["time"], event["attempt"]
         handler = self._handlers.get(kind)
         if handler is None:

@@ -91,6 +91,10 @@ class Series:
         ]
         self._points_of_each *= 2
 
+    def spans(self) -> list[tuple[float, float, float]]:
+        """Of every bucket that has a finite number: its first x, the lowest and the highest."""
+        return [(bucket[0], bucket[4], bucket[5]) for bucket in self._buckets if bucket[3]]
+
     def curve(self, name: str, style: str = "line") -> Curve:
         """All of it, to be drawn."""
         if not self._buckets:
