@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         "ties: the copies of a parameter stay as they were before the step",
         "parallel/pipeline/ties.py",
-        "            _local(copy.data).copy_(_local(tie.parameter.data))\n",
+        "            local_part(copy.data).copy_(local_part(tie.parameter.data))\n",
         "            pass\n",
         (
             "tests/parity/test_pipeline.py::test_final_weights_equal_those_of_one_process[pp=2,fsdp=2-zero3-dualpipev-4]",

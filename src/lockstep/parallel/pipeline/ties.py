@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from lockstep.parallel.replicate.gradient_sync import sum_together
+from lockstep.runtime.dtensors import local_part
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,14 @@ def add_up(ties: Sequence[Tie]) -> None:
     for tie in ties:
         for copy in tie.copies:
             if copy.grad is not None:
-                _gradient(tie.parameter).add_(_local(copy.grad))
+                _gradient(tie.parameter).add_(local_part(copy.grad))
                 copy.grad = None
         if tie.group is not None:
             by_group.setdefault(tie.group, []).append(tie)
     for group, members in by_group.items():
         used = torch.tensor([float(tie.parameter.grad is not None) for tie in members])
         gradients = [_gradient(tie.parameter) for tie in members]
-        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-            dist.all_reduce(flat, group=group)
-            for gradient, total in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        sum_together(gradients, group)
         used = used.to(gradients[0].device)
         dist.all_reduce(used, group=group)
         for tie, stages in zip(members, used.tolist(), strict=True):
@@ -58,14 +55,10 @@ def copy_to_all(ties: Sequence[Tie]) -> None:
     """Give the other stages of this rank what the optimizer made of a parameter."""
     for tie in ties:
         for copy in tie.copies:
-            _local(copy.data).copy_(_local(tie.parameter.data))
+            local_part(copy.data).copy_(local_part(tie.parameter.data))
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(parameter.grad)

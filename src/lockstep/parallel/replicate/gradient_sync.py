@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+
+from lockstep.runtime.torch_private import foreach_copy
+
 
 class GradientSync:
     """How the gradients of one step come together (all-reduce, reduce-scatter), and what follows from it.
@@ -70,3 +75,13 @@ class GradientSync:
         """A checkpoint, or a script between steps, has."""
         for one in self.inner:
             one.restored()
+
+
+def sum_together(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over a group in place, all of one format by one all-reduce."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.all_reduce(flat, group=group)
+        sums = flat.split([tensor.numel() for tensor in alike])
+        foreach_copy(alike, [total.view_as(tensor) for total, tensor in zip(sums, alike, strict=True)])

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.held import Held, show_whole
-from lockstep.parallel.replicate.gradient_sync import GradientSync
+from lockstep.parallel.replicate.gradient_sync import GradientSync, sum_together
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.dtensors import like, local_part
-from lockstep.runtime.torch_private import foreach_copy, replace_local_part
+from lockstep.runtime.torch_private import replace_local_part
 from lockstep.step.grads import local_gradients
 
 Named = list[tuple[str, nn.Parameter]]
@@ -45,7 +44,7 @@ class TeamGradients(GradientSync):
         """Add up what the ranks of the team have, and show it to the optimizer."""
         super().finish(somebody_has_unused)
         for group, parameters in self._sums:
-            _add_up(local_gradients(parameters), group)
+            sum_together(local_gradients(parameters), group)
         for stored, given in self._shown:
             if stored.grad is None:
                 given.grad = None
@@ -85,13 +84,3 @@ def _shown_whole(parameter: nn.Parameter, held: Held, mesh: DeviceMesh) -> nn.Pa
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in known)
     whole = show_whole(local_part(data), held.shape, held.cuts, mesh[axes])
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-def _add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group, all of one format by one collective."""
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
-        dist.all_reduce(flat, group=group)
-        pieces = flat.split([gradient.numel() for gradient in alike])
-        foreach_copy(alike, [piece.view_as(one) for piece, one in zip(pieces, alike, strict=True)])

@@ -10,16 +10,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import UserError
+from lockstep.follow.forward import following
 from lockstep.follow.functions import not_linear
 from lockstep.follow.values import is_library, user_line
 from lockstep.layout import Layout
@@ -171,15 +171,20 @@ class WholeSteps:
             for owner, name, register in before:
                 setattr(owner, name, register)
 
-    def seeing_tables(self) -> TorchFunctionMode:
+    def seeing_tables(self) -> AbstractContextManager[None]:
         """While the loss function is tried out: see tables that no nn.Embedding holds."""
-        return _Tables(self._see_table)
+        return following(function=self._see_table)
 
-    def _see_table(self, who: str, shortens: bool, counts: bool) -> None:
-        if self._layout.data_size * self._layout.cp > 1:
-            _refuse_table(who, shortens, counts)
-        if counts:
-            self._counting = self._counting or f"{who} scale_grad_by_freq"
+    def _see_table(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.embedding or func is F.embedding_bag:
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
+            shortens, counts = given.get("max_norm") is not None, bool(given.get("scale_grad_by_freq"))
+            who = f"{user_line()} gives {func.__name__}" if shortens or counts else ""
+            if self._layout.data_size * self._layout.cp > 1:
+                _refuse_table(who, shortens, counts)
+            if counts:
+                self._counting = self._counting or f"{who} scale_grad_by_freq"
+        return func(*args, **kwargs)
 
     def _seen(self, register: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(register)  # parts of tensors know it by its name
@@ -191,18 +196,3 @@ class WholeSteps:
             return register(*args, **kwargs)
 
         return registering
-
-
-class _Tables(TorchFunctionMode):
-    def __init__(self, see: Callable[[str, bool, bool], None]) -> None:
-        super().__init__()
-        self._see = see
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding or func is F.embedding_bag:
-            given = inspect.signature(func).bind(*args, **kwargs).arguments
-            shortens, counts = given.get("max_norm") is not None, bool(given.get("scale_grad_by_freq"))
-            if shortens or counts:
-                self._see(f"{user_line()} gives {func.__name__}", shortens, counts)
-        return func(*args, **kwargs)

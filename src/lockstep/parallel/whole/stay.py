@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UserError
+from lockstep.follow.forward import Functions
 
 IN_PLACE_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
@@ -21,23 +21,22 @@ NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
 """Functions that are called like those in place, and leave values alone."""
 
 
-class ParametersStay(TorchFunctionMode):
+class ParametersStay(Functions):
     """While it is entered, functions that write into a parameter of the model, or into its `.data`, are refused."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse a call that writes into a parameter."""
         for tensor in _written(func, args):
             if (name := self._name_of(tensor)) is not None:
                 raise UserError(
                     f"the forward changes the parameter {name}, and every rank and micro-batch would do that once more",
                     "change it between steps, in the code after engine.step",
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _name_of(self, tensor: torch.Tensor) -> str | None:
         with suppress(RuntimeError, NotImplementedError):  # a tensor without storage of its own

@@ -114,6 +114,16 @@ REDUCTIONS = [
 LOSSES = [
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy",
 ]
+OWN_NAMES = {
+    numbers: ("dropout", "one_hot", "where", "prelu", "glu"),
+    shapes: (
+        "flatten", "unflatten", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "split", "chunk",
+        "unbind", "select", "narrow", "stack", "pad",
+    ),
+    products: ("linear", "einsum"),
+    losses: ("embedding", "cross_entropy"),
+}
+"""Functions whose rules have their names."""
 # fmt: on
 
 RULES: dict[str, Rule] = {
@@ -136,30 +146,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("numel", "nelement"), numel),
     "size": size,
     "__len__": length,
-    "dropout": numbers.dropout,
-    "one_hot": numbers.one_hot,
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), numbers.new_tensor),
-    "where": numbers.where,
-    "prelu": numbers.prelu,
-    "glu": numbers.glu,
-    "flatten": shapes.flatten,
-    "unflatten": shapes.unflatten,
-    "permute": shapes.permute,
-    "unsqueeze": shapes.unsqueeze,
-    "squeeze": shapes.squeeze,
-    "repeat": shapes.repeat,
-    "repeat_interleave": shapes.repeat_interleave,
-    "split": shapes.split,
-    "chunk": shapes.chunk,
-    "unbind": shapes.unbind,
     "__getitem__": shapes.getitem,
-    "select": shapes.select,
-    "narrow": shapes.narrow,
-    "stack": shapes.stack,
-    "pad": shapes.pad,
-    "linear": products.linear,
-    "einsum": products.einsum,
     "scaled_dot_product_attention": products.attention,
-    "embedding": losses.embedding,
-    "cross_entropy": losses.cross_entropy,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), numbers.new_tensor),
+    **{name: getattr(module, name) for module, names in OWN_NAMES.items() for name in names},
 }

@@ -76,7 +76,9 @@ def parts_at(value: torch.Tensor, axis: Axis, dim: int) -> Parts:
 
 
 def apply_rule(rule: Rule, func: Any, *args: Any) -> Any:
-    """A function by its rule, or as it is where nothing is cut."""
+    """A function by its rule, or as it is where nothing is cut; NotImplemented of something that already is."""
+    if any(value is NotImplemented for value in args):
+        return NotImplemented
     return rule(func, args, {}) if cuts_in(args) else func(*args)
 
 

@@ -100,11 +100,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`addmm` and `baddbmm`."""
     value, one, other = args[:3]
-    result = matmul(torch.matmul, (one, other), {})
-    if result is NotImplemented:
-        return result
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    result = apply_rule(pointwise, torch.mul, result, alpha)
+    result = apply_rule(pointwise, torch.mul, matmul(torch.matmul, (one, other), {}), alpha)
     if beta == 0:  # whatever is in there
         return result
     return apply_rule(pointwise, torch.add, apply_rule(pointwise, torch.mul, value, beta), result)
@@ -209,10 +206,7 @@ def _attention_with_dropout(
 
     if grouped:
         times = whole_shape(query)[-3] // whole_shape(key)[-3]
-        repeated = [apply_rule(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value)]
-        if any(one is NotImplemented for one in repeated):
-            return NotImplemented
-        key, value = repeated
+        key, value = (apply_rule(repeat_interleave, torch.repeat_interleave, one, times, -3) for one in (key, value))
     factor = 1 / math.sqrt(whole_shape(query)[-1]) if scale is None else scale
     scores = apply_rule(matmul, torch.matmul, query, apply_rule(swap_dims, torch.transpose, key, -2, -1))
     if scores is NotImplemented:
@@ -227,10 +221,5 @@ def _attention_with_dropout(
         scores = apply_rule(pointwise, torch.Tensor.masked_fill, scores, hidden, -math.inf)
     elif bias is not None:
         scores = apply_rule(pointwise, torch.add, scores, bias)
-    if scores is NotImplemented:
-        return NotImplemented
-    weights = apply_rule(along_dim, torch.softmax, scores, -1)
-    if weights is NotImplemented:
-        return NotImplemented
-    weights = apply_rule(dropout, F.dropout, weights, p)
+    weights = apply_rule(dropout, F.dropout, apply_rule(along_dim, torch.softmax, scores, -1), p)
     return apply_rule(matmul, torch.matmul, weights, value)
