@@ -29,83 +29,83 @@ class Head(TypedDict):
 class VersionsTold(TypedDict):
     """What a run was computed with."""
 
-    lockstep: str
-    torch: str
-    python: str
+    lockstep: Annotated[str, "the package's"]
+    torch: Annotated[str, "that of PyTorch"]
+    python: Annotated[str, "the interpreter's"]
 
 
 class MetricTold(TypedDict):
     """One metric of a validation."""
 
-    sum: float
-    count: float
-    value: float
+    sum: Annotated[float, "over all samples; of `perplexity`, the loss's own"]
+    count: Annotated[float, "what it is divided by; of `perplexity`, the loss's own"]
+    value: Annotated[float, "sum / count; of `perplexity`, exp(sum / count)"]
 
 
 class ComparedTold(TypedDict):
     """What was predicted, and what came."""
 
-    predicted: float
-    measured: float | None
-    error: float | None
+    predicted: Annotated[float, "beforehand"]
+    measured: Annotated[float | None, "afterwards"]
+    error: Annotated[float | None, "predicted / measured - 1"]
 
 
 class RecoverySeconds(TypedDict):
     """Where the time from a failure to the next step went."""
 
-    stop: float
-    start: float
-    load: float
-    step: float
+    stop: Annotated[float, "to stop the other ranks"]
+    start: Annotated[float, "to start processes that have met"]
+    load: Annotated[float, "to load model and checkpoint"]
+    step: Annotated[float, "for the first step"]
 
 
 class ProfileSeconds(TypedDict):
     """Where the time of profiled steps went."""
 
-    whole: float
-    compute: float
-    communication: float
-    overlapped: float
-    idle: float
+    whole: Annotated[float, "from the first to the last"]
+    compute: Annotated[float, "a device computed"]
+    communication: Annotated[float, "it communicated"]
+    overlapped: Annotated[float, "it did both at once: part of both"]
+    idle: Annotated[float, "it did neither"]
 
 
 class GpuTold(TypedDict):
     """One GPU of a host."""
 
-    index: int
-    name: str
-    busy: float | None
-    memory: float | None
-    memory_total: float | None
-    watts: float | None
-    celsius: float | None
-    ranks: list[int]
+    index: Annotated[int, "its number there"]
+    name: Annotated[str, "what it is"]
+    busy: Annotated[float | None, "a share of the time"]
+    memory: Annotated[float | None, "the most that was held, by whomever"]
+    memory_total: Annotated[float | None, "what there is"]
+    watts: Annotated[float | None, "on average"]
+    celsius: Annotated[float | None, "on average"]
+    ranks: Annotated[list[int], "who uses it"]
 
 
 class HostTold(TypedDict):
-    """One host of a run."""
+    """One host of a run; what nobody measures, or a driver does not answer, is null."""
 
-    host: str
-    cores: int
-    cpu: float | None
-    memory: float | None
-    memory_total: float | None
-    sent: float | None
-    received: float | None
-    read: float | None
-    written: float | None
-    watts: float | None
-    joules: float | None
-    gpus: list[GpuTold]
+    host: Annotated[str, "its name"]
+    cores: Annotated[int, "that the run may use"]
+    cpu: Annotated[float | None, "the share of all cores that was busy, whoever used them"]
+    memory: Annotated[float | None, "the most"]
+    memory_total: Annotated[float | None, "what there is"]
+    sent: Annotated[float | None, "over the network, bytes a second"]
+    received: Annotated[float | None, "the same"]
+    read: Annotated[float | None, "from disks, bytes a second"]
+    written: Annotated[float | None, "the same"]
+    watts: Annotated[float | None, "of its CPUs"]
+    joules: Annotated[float | None, "of CPUs and GPUs since the attempt began"]
+    gpus: Annotated[list[GpuTold], "every one of the node, also those no rank uses"]
 
 
 class ProcessesTold(TypedDict):
-    """What every rank's processes used of their host."""
+    """What every rank's processes used of their host; null where that could not be found out."""
 
-    cores: list[float | None]
-    memory: list[float | None]
-    threads: list[int | None]
-    workers: list[int | None]
+    cores: Annotated[list[float | None], "how many it kept busy with its data workers"]
+    memory: Annotated[list[float | None], "of all of them"]
+    threads: Annotated[list[int | None], "how many it has"]
+    workers: Annotated[list[int | None], "data workers"]
 
 
 class StartEvent(Head):
@@ -161,11 +161,7 @@ class ValidationEvent(Head):
     step: Annotated[int, "after which step"]
     epoch: Annotated[float, "as in `step`"]
     loss: Annotated[float, "over all of them"]
-    metrics: Annotated[
-        dict[str, MetricTold],
-        "each with its `sum`, its `count` and its `value`, which is sum / count, except for `perplexity`: "
-        "its sum and count are the loss's own, and its value is exp(sum / count)",
-    ]
+    metrics: Annotated[dict[str, MetricTold], "by their names"]
     samples: Annotated[int, "how many there were"]
     seconds: Annotated[float, "how long it took"]
     best: Annotated[bool, "whether it is the lowest loss so far"]
@@ -249,11 +245,7 @@ class RecoveredEvent(Head):
 
     kind: Literal["recovered"]
     step: Annotated[int, "which one"]
-    seconds: Annotated[
-        RecoverySeconds,
-        "where the time since then went: to `stop` the other ranks, to `start` processes that have met, "
-        "to `load` model and checkpoint, and for the first `step`",
-    ]
+    seconds: Annotated[RecoverySeconds, "where the time since then went"]
 
 
 class AlarmEvent(Head):
@@ -301,20 +293,8 @@ class RanksEvent(Head, RankTimesTold):
 class MachinesTold(TypedDict):
     """What hosts and ranks did."""
 
-    hosts: Annotated[
-        list[HostTold],
-        "in the order of nodes, each with its name `host`, `cores` that the run may use, `cpu` (the share of all cores "
-        "that was busy, whoever used them), `memory` (the most) and `memory_total`, `sent` and `received` (network) "
-        "and `read` and `written` (disks) in bytes a second, `watts` of its CPUs and `joules` of CPUs and GPUs since "
-        "the attempt began (each of them `null` where nobody measures it, or a driver does not answer), and `gpus`: "
-        "every one of the node, also those no rank uses, with `index`, `name`, `busy` (a share), `memory`, "
-        "`memory_total`, `watts`, `celsius`, and `ranks`, who uses it",
-    ]
-    ranks: Annotated[
-        ProcessesTold,
-        "of every rank the `cores` it kept busy with its data workers, its `memory`, and how many `threads` and data "
-        "`workers` it has (`null` where that could not be found out)",
-    ]
+    hosts: Annotated[list[HostTold], "in the order of nodes"]
+    ranks: Annotated[ProcessesTold, "of every rank"]
 
 
 class MachineEvent(Head, MachinesTold):
@@ -343,9 +323,7 @@ class FlopsEvent(Head):
     """What one sample costs, counted by tracing the model on tensors without data; nothing counts twice."""
 
     kind: Literal["flops"]
-    per_sample: Annotated[
-        float | None, "floating-point operations, forward and backward, `null` where the model cannot be traced"
-    ]
+    per_sample: Annotated[float | None, "floating-point operations, forward and backward; `null` without a trace"]
     by: Annotated[dict[str, float], "by kind of operation: `products` of matrices, `attention`, `convolutions`"]
     peak: Annotated[float | None, "what one rank's device can do in a second at the precision of matrix products"]
     source: Annotated[str, "where that number comes from, empty where there is none"]
@@ -367,21 +345,13 @@ class ProfileEvent(Head):
     host: Annotated[str, "where it is"]
     first_step: Annotated[int, "the first step"]
     last_step: Annotated[int, "the last step"]
-    path: Annotated[
-        str, "relative to the run folder, the trace for Perfetto and TensorBoard; empty where it could not be made"
-    ]
-    seconds: Annotated[
-        ProfileSeconds,
-        "of the `whole` time: a device computed (`compute`), or it communicated (`communication`), did both at once "
-        "(`overlapped`, part of both) or neither (`idle`)",
-    ]
+    path: Annotated[str, "the trace for Perfetto and TensorBoard, in the run folder; empty where none could be made"]
+    seconds: Annotated[ProfileSeconds, "where the time went"]
     kernels: Annotated[list[Any], "the longest, `[name, calls, seconds]`"]
     gaps: Annotated[list[Any], "the longest times without any, `[begin, seconds, before, after]`"]
     memory: Annotated[list[Any], "over time, `[second, bytes]`"]
     tensors: Annotated[list[Any], "the biggest alive at the peak, `[bytes, shape, where]`"]
-    text: Annotated[
-        str, "the sentence for people, which says why where a trace is too large to be looked through: no lists then"
-    ]
+    text: Annotated[str, "the sentence for people; of a trace too large to look through, why the lists are empty"]
 
 
 class StragglerEvent(Head):

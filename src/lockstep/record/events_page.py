@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
-from typing import NotRequired, get_args, get_origin
+from typing import Any, NotRequired, get_args, get_origin
+
+from typing_extensions import is_typeddict
 
 from lockstep.record.events import KINDS
 
@@ -33,15 +35,17 @@ def _said(declared: type) -> str:
     return text[0].lower() + text[1:]
 
 
-def _field(name: str, annotation: object) -> str:
-    """A field, its choices and its description."""
+def _field(name: str, annotation: Any) -> str:
+    """A field, its choices and its description, and those of the object that it is."""
     if get_origin(annotation) is NotRequired:
         annotation = get_args(annotation)[0]
     of, description = get_args(annotation)
     choices = [f"`{one}`" for one in get_args(of) if isinstance(one, str) and f"`{one}`" not in description]
     null = " (or `null`)" if type(None) in get_args(of) and "`null`" not in description else ""
     told = f" ({', '.join(choices)})" if choices else ""
-    return f"`{name}`{told}: {description}{null}"
+    inner = next((one for one in (of, *get_args(of)) if is_typeddict(one)), None)
+    fields = "; ".join(_field(*field) for field in inner.__annotations__.items()) if inner else ""
+    return f"`{name}`{told}: {description}{null}" + (f" [{fields}]" if fields else "")
 
 
 if __name__ == "__main__":

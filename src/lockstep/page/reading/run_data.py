@@ -111,7 +111,9 @@ class Digest:
         self._waits_since = 0.0
         self._line = 0
         self._handlers = {
-            name.removeprefix("_take_"): getattr(self, name) for name in dir(self) if name.startswith("_take_")
+            **{name.removeprefix("_take_"): getattr(self, name) for name in dir(self) if name.startswith("_take_")},
+            "prediction": self.predicted.take,
+            "prediction_error": self.predicted.take_error,
         }
 
     def take(self, event: dict[str, Any] | str, line: int) -> None:
@@ -369,12 +371,6 @@ class Digest:
         self.job_word = JobWord(state, self._time)
         more = "".join(f", {part}" for part in (nodes and f"on {nodes}", reason if reason != "None" else "") if part)
         self._say("info", "job", f"Slurm job {job} is {state}{more}")
-
-    def _take_prediction(self, event: Fields) -> None:
-        self.predicted.take(event)
-
-    def _take_prediction_error(self, event: Fields) -> None:
-        self.predicted.take_error(event)
 
     def _take_stop(self, event: Fields) -> None:
         said, reason = text(event, "text"), text(event, "reason", 40)
