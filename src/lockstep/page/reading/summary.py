@@ -197,7 +197,7 @@ class Summary:
     padding: int = 0
     """Of these, what only fills rows up."""
     trained: float = 0.0
-    """What the loss was divided by, summed over the same steps."""
+    """The weight by which the loss sum is divided, summed over the same steps."""
     flops_per_second: float | None = None
     """Of the model, on all ranks together."""
     peak_flops: float | None = None
