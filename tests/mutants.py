@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: the loss scale stays in the gradients",
-        "engine.py",
+        "training/update.py",
         "factor = derived_of / (weight * loss_scale)",
         "factor = derived_of / weight",
         ("tests/parity/test_precision.py::test_the_loss_scale_is_in_no_gradient_and_no_norm[single]",),
@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "spikes: a run that goes on has forgotten how noisy its losses were",
-        "faults/spikes.py",
+        "step/spikes.py",
         'self._above = deque(state["above"], maxlen=WINDOW)',
         "self._above = deque(maxlen=WINDOW)",
         ("tests/unit/test_spikes.py",),
@@ -413,7 +413,7 @@ MUTANTS = (
     Mutant(
         "doctor: a name that leads nowhere is only a note on many nodes",
         "links/findings.py",
-        '"note" if nodes == 1 else "slow"',
+        '"note" if len(plan.processes) == 1 else "slow"',
         '"note"',
         ("tests/unit/test_findings.py",),
     ),
@@ -429,8 +429,8 @@ MUTANTS = (
     Mutant(
         "planner: the buffers of a pipeline are one way only",
         "planner/cost/memory.py",
-        "found += 2 * rank.samples * job.model.blocks.border * residual / rows",
-        "found += rank.samples * job.model.blocks.border * residual / rows",
+        "found += 2 * rank.samples * job.model.blocks.border * job.residual / job.rows",
+        "found += rank.samples * job.model.blocks.border * job.residual / job.rows",
         ("tests/unit/test_planner_memory.py",),
     ),
     # ---- launch and cli

@@ -15,6 +15,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.observe.monitor import Watching
+from tests.parity.defaults import basics
 from tests.parity.defaults.case import LAYOUTS, SEED, Case
 from tests.parity.defaults.cases import ALL, CASES
 from tests.parity.defaults.training import train
@@ -25,8 +26,8 @@ from tests.ranks import Job, RankFailed, RankPool
 LOSS = 1e-5
 """Allowed difference of a step's loss, relative to the loss or to 1, whichever is more."""
 CASES_PER_JOB = 8
-QUICK = ("single", "dp=2", "cp=2")
-"""What a newcomer waits for; CI trains on all layouts."""
+QUICK = ("dp=2", "cp=2")
+"""What a newcomer waits for, and the basics on one process; CI trains on all layouts."""
 SHOWS = 1e-3
 """By how much training changes the last loss at least, else wrong gradients would not show."""
 
@@ -117,6 +118,10 @@ def cells(layout: str) -> list[Case]:
     return [case for case in ALL if layout in case.layouts]
 
 
+def is_quick(case: Case, layout: str) -> bool:
+    return layout in QUICK or (layout == "single" and case in basics.CASES)
+
+
 @pytest.fixture(scope="module")
 def trainings(ranks: RankPool) -> Trainings:
     return Trainings(ranks)
@@ -136,7 +141,7 @@ def truth(ranks: RankPool) -> dict[str, tuple[list[float], list[float]]]:
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, id=f"{case.name}-{layout}", marks=[] if layout in QUICK else pytest.mark.slow)
+        pytest.param(case, layout, id=f"{case.name}-{layout}", marks=[] if is_quick(case, layout) else pytest.mark.slow)
         for layout in LAYOUTS
         for case in cells(layout)
     ],
