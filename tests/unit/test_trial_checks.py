@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.follow.rehearsal import without_data
 from lockstep.layout import Layout
+from lockstep.parallel.replicate.buffers import BufferCopies
 from lockstep.parallel.whole.alone import WholeSteps
 from lockstep.parallel.whole.stay import ParametersStay
 from lockstep.parallel.whole.trainable import Trainable
-from lockstep.training.buffer_copies import BufferCopies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -163,27 +163,6 @@ def check_counts(**counts: Any) -> None:
             raise UserError(f"{what} is {value!r}", "give a whole number from 1")
 
 
-# What a loss function does --------------------------------------------------------------------------------------------
-
-
-def check_is_tensor(loss: Any) -> None:
-    """Refuse a loss that is a plain number, from which no gradient comes."""
-    if isinstance(loss, bool | int | float):
-        raise UserError(
-            f"the loss function returned {loss!r}, a plain number without a gradient",
-            "return the loss itself, a tensor, without .item() or float()",
-        )
-
-
-def check_has_gradient(loss: torch.Tensor, weight: int | float | torch.Tensor) -> None:
-    """Refuse a loss that no parameter has a part in, although it counts. Of weight 0 it is a constant by right."""
-    if torch.is_grad_enabled() and not loss.requires_grad and float(weight) > 0:
-        raise UserError(
-            f"the loss function returned a loss without a gradient, of weight {float(weight):g}",
-            "compute it with the model and without detach() and torch.no_grad(); where nothing counts return weight 0",
-        )
-
-
 # What a script will do ------------------------------------------------------------------------------------------------
 
 

@@ -6,32 +6,33 @@ the forward, so that every layout and every micro-batch draws the same.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.config.arguments import check_has_gradient
+from lockstep.config.schema import Format
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import UserError
 from lockstep.parallel.build.compile import compile_whole, compiled_calls
-from lockstep.parallel.replicate.buffers import ForwardBuffers
-from lockstep.parallel.replicate.shard import call_gathered, weights_read_by_their_modules
+from lockstep.parallel.replicate.buffers import BufferCopies, ForwardBuffers
+from lockstep.parallel.replicate.shard import call_gathered, read_elsewhere, weights_read_by_their_modules
 from lockstep.parallel.tensor.context import cut_sequences
 from lockstep.parallel.train_state import TrainState
 from lockstep.parallel.whole.alone import WholeSteps
 from lockstep.runtime.comm import Comm
 from lockstep.runtime.draws import SampleDraws, has_moved
 from lockstep.runtime.seeds import draw_seed, hosts_have_moved, seed_everything, seed_torch
-from lockstep.runtime.torch_private import in_backward
-from lockstep.step.no_backward import no_backward
-from lockstep.training.buffer_copies import BufferCopies
-from lockstep.training.setup import Setup, Weight, checked_loss, computing
+from lockstep.runtime.torch_private import in_backward, replaced
+from lockstep.step.attention import attend_with
+from lockstep.step.precision import compute_in
+from lockstep.training.setup import Setup, Weight
 
 
 class Forwards:
@@ -110,7 +111,7 @@ class Forwards:
         with self._explaining(), self.whole_steps.watching(), no_backward():
             returned = call_gathered(model, lambda whole: self.loss(whole, data))
         loss, weight = checked_loss(returned, self.setup.loss_reduction, self.together, self.state.device)
-        check_has_gradient(loss, weight)
+        _check_has_gradient(loss, weight)
         return loss, weight
 
     def start(self, micro_batch: MicroBatch) -> None:
@@ -173,3 +174,81 @@ class Forwards:
             seed_torch(own)
 
         return seed
+
+
+@contextmanager
+def computing(precision: Format, device: torch.device, attention: str | None) -> Iterator[None]:
+    """In these number formats (autocast) and with these attention kernels."""
+    with compute_in(precision, device), attend_with(attention):
+        yield
+
+
+def checked_loss(
+    returned: Any, reduction: Literal["sum", "mean"], together: str | None, device: torch.device
+) -> tuple[torch.Tensor, Weight]:
+    """Sum and weight of what a loss function returned. `together` says why no rank can leave a forward out."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+        raise UserError(
+            f"the loss function returned {what}",
+            "return (sum of the losses, how many of them count), as the README's own script does",
+        )
+    value, weight = returned
+    _check_is_tensor(value)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise UserError("the loss function returned a loss that is not one number", 'use reduction="sum"')
+    if isinstance(value, DTensor):
+        raise read_elsewhere()
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise UserError(
+            "the weight that the loss function returns depends on the model's parameters, and a weight counts only",
+            "detach it where it is a count; where it belongs to the loss, divide by it there, and return that mean "
+            'and a count, with loss_reduction="mean"',
+        )
+    if reduction == "sum":
+        return value.float().reshape(()), weight
+    # A mean over nothing is NaN, and its gradient too: such a micro-batch is left out, not multiplied by zero.
+    if float(weight) > 0:
+        return value.float().reshape(()) * weight, weight
+    if together is not None:
+        raise UserError(
+            f"a micro-batch of weight 0 has no mean loss, and {together} cannot leave it out",
+            'return the sum (reduction="sum") and drop loss_reduction="mean"',
+        )
+    return torch.zeros((), device=device), 0
+
+
+def _check_is_tensor(loss: Any) -> None:
+    """Refuse a loss that is a plain number, from which no gradient comes."""
+    if isinstance(loss, bool | int | float):
+        raise UserError(
+            f"the loss function returned {loss!r}, a plain number without a gradient",
+            "return the loss itself, a tensor, without .item() or float()",
+        )
+
+
+def _check_has_gradient(loss: torch.Tensor, weight: int | float | torch.Tensor) -> None:
+    """Refuse a loss that no parameter has a part in, although it counts. Of weight 0 it is a constant by right."""
+    if torch.is_grad_enabled() and not loss.requires_grad and float(weight) > 0:
+        raise UserError(
+            f"the loss function returned a loss without a gradient, of weight {float(weight):g}",
+            "compute it with the model and without detach() and torch.no_grad(); where nothing counts return weight 0",
+        )
+
+
+@contextmanager
+def no_backward() -> Iterator[None]:
+    """Refuse a backward pass over all parameters inside: their gradients would count twice."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is None:
+            raise UserError(
+                "the loss function calls backward, which engine.step does itself",
+                "leave it out; for gradients inside of the loss use torch.autograd.grad",
+            )
+        backward(*args, **kwargs)
+
+    with replaced(torch.autograd, "backward", refuse):
+        yield

@@ -34,8 +34,8 @@ from lockstep.step.precision import LossScale, apply_tf32, refuse_untrainable
 from lockstep.step.rates import Rates
 from lockstep.step.spikes import SpikeDetector
 from lockstep.training.engine_parts import Around, EngineParts
-from lockstep.training.forwards import Forwards
-from lockstep.training.setup import Setup, checked_loss, computing
+from lockstep.training.forwards import Forwards, checked_loss, computing
+from lockstep.training.setup import Setup
 
 
 def look_with(setup: Setup, layout: Layout, device: torch.device, data: Any) -> Look:
