@@ -43,6 +43,7 @@ from lockstep.config.schema import (
     setup_config,
 )
 from lockstep.data.alike import EVALUATION, DataCheck
+from lockstep.data.first_samples import Read, first_micro_batch
 from lockstep.data.loader import (
     Collate,
     Loader,
@@ -56,7 +57,6 @@ from lockstep.data.loader import (
     kept_random_state,
     settings_of,
 )
-from lockstep.data.looking import Read, first_micro_batch
 from lockstep.data.order import Order, Position
 from lockstep.data.progress import Progress
 from lockstep.data.sets import cache_folder

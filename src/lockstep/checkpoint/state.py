@@ -19,7 +19,7 @@ from lockstep.parallel.boxes import Replicas, whole_box
 from lockstep.parallel.cut_model import CutModel
 from lockstep.parallel.held import Held, hold_value
 from lockstep.parallel.train_state import TrainState
-from lockstep.runtime.dtensors import like
+from lockstep.runtime.dtensors import dtensor_like
 from lockstep.step.attention import BACKENDS
 from lockstep.step.rates import RateState
 
@@ -192,7 +192,7 @@ class Restoration:
             if _is_like(parameter, slot, stored):
                 held = state.cut.held[name]
                 part = torch.empty_like(held.part, dtype=dtype)
-                value: torch.Tensor = like(parameter, part) if isinstance(parameter, DTensor) else part
+                value: torch.Tensor = dtensor_like(parameter, part) if isinstance(parameter, DTensor) else part
                 targets.append(Target(key, part, held.boxes))
             else:
                 # A count is a number on the CPU, except where the optimizer reads it on the device.

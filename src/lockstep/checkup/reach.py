@@ -133,7 +133,7 @@ def look_at_folder(meeting: Meeting, run_dir: Path) -> list[Folder]:
     finally:
         if meeting.rank == 0:
             note.unlink(missing_ok=True)
-    return [Folder(**one) if one else own for one in told]
+    return [Folder(**folder) if folder else own for folder in told]
 
 
 def _can_see(note: Path, word: str) -> bool:

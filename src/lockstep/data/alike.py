@@ -75,9 +75,9 @@ class DataCheck:
 
     def _gather(self, facts: dict[str, dict[str, str]]) -> list[Told]:
         """What all ranks say, what most of them say first."""
-        told = [Told(**one) for one in self._comm.gather(asdict(tell(self._comm.rank, facts)))]
-        counts = Counter(json.dumps(one.facts, sort_keys=True) for one in told)
-        return sorted(told, key=lambda one: (-counts[json.dumps(one.facts, sort_keys=True)], one.rank))
+        told = [Told(**answer) for answer in self._comm.gather(asdict(tell(self._comm.rank, facts)))]
+        counts = Counter(json.dumps(answer.facts, sort_keys=True) for answer in told)
+        return sorted(told, key=lambda answer: (-counts[json.dumps(answer.facts, sort_keys=True)], answer.rank))
 
     def _samples(self, dataset: Any, size: int, reading: Reading) -> dict[str, str]:
         """The digests of a dataset, which is read only once."""

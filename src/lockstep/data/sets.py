@@ -196,7 +196,7 @@ def mirrored(dataset: DataSet, base: str) -> DataSet:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https", "file") or (parts.scheme != "file" and not parts.hostname):
         raise UserError(f"--from {base} is no address", "give a folder, or a URL that begins with https://HOST/")
-    moved = [replace(one, url=f"{base.rstrip('/')}/{one.file.name}") for one in dataset.downloads]
+    moved = [replace(download, url=f"{base.rstrip('/')}/{download.file.name}") for download in dataset.downloads]
     return replace(dataset, downloads=tuple(moved))
 
 

@@ -141,7 +141,7 @@ def naming(samples: str) -> Iterator[None]:
     except (UserError, SampleError):
         raise
     except Exception as error:
-        frames = [(one.filename, one.lineno or 0, one.name) for one in traceback.extract_tb(error.__traceback__)]
+        frames = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(error.__traceback__)]
         why = " ".join(f"{type(error).__name__}: {error}".split())  # one sentence, however many lines it has
         named = SampleError(samples, why, user_line(frames[::-1]))
         if get_worker_info():  # it travels without its cause

@@ -185,11 +185,11 @@ def _shapes(
         by_shape.setdefault(" and ".join(report.shapes) or "something else", []).append(report)
     if found and len(by_shape) == 1:
         by_shape["something else"] = list(found)
-    parts = [f"{ranks([one.rank for one in group])} gave {shape}" for shape, group in by_shape.items()]
+    parts = [f"{ranks([report.rank for report in group])} gave {shape}" for shape, group in by_shape.items()]
     if not parts:
-        parts.append(f"{ranks([one.rank for one in found])} got more than expected")
+        parts.append(f"{ranks([report.rank for report in found])} got more than expected")
     if gone_on:
-        parts.append(f"{ranks([one.rank for one in gone_on])} came through it, to {gone_on[0].place}")
+        parts.append(f"{ranks([report.rank for report in gone_on])} came through it, to {gone_on[0].place}")
     odd = min(by_shape.values(), key=len)[0] if by_shape else found[0]
     sentence = f"{lead}{odd.call} at {odd.where} got different shapes or dtypes: {', '.join(parts)}"
     fix = f"let no shape in the model depend on the rank, and {SAME_BLOCKS}"
@@ -213,7 +213,7 @@ def _skipped(lead: str, waiting: list[RankReport]) -> Verdict:
     if own and _passed(callers[0], "parallel/pipeline/runner.py"):
         verb = "cannot come to it"
         fix = "make it between steps: the ranks of a pipeline call the loss and the model one after another"
-    sentence = f"{lead}{_groups(callers)}, and {ranks([one.rank for one in others])} {verb}: {_groups(others)}"
+    sentence = f"{lead}{_groups(callers)}, and {ranks([report.rank for report in others])} {verb}: {_groups(others)}"
     return Verdict(f"{sentence}; {fix}", "skipped collective", odd.rank, odd.host, callers[0].where)
 
 
@@ -235,7 +235,7 @@ def _method(report: RankReport) -> str:
 def _groups(reports: Sequence[RankReport]) -> str:
     """Who waits in what."""
     by_place: dict[str, list[int]] = {}
-    for report in sorted(reports, key=lambda one: one.rank):
+    for report in sorted(reports, key=lambda other: other.rank):
         by_place.setdefault(report.place, []).append(report.rank)
     parts = [f"{ranks(who)} wait{'s' if len(who) == 1 else ''} in {place}" for place, who in by_place.items()]
     return " and ".join(parts) or "nobody waits"

@@ -102,7 +102,7 @@ def show(collective: Collective, algorithms: list[Algorithm], ranks: int, elemen
 
     seen = on_ranks(work, ranks)
     return [
-        put_together(collective, algorithm, elements, [one[number] for one in seen])
+        put_together(collective, algorithm, elements, [rank_saw[number] for rank_saw in seen])
         for number, algorithm in enumerate(algorithms)
     ]
 
@@ -173,12 +173,12 @@ def put_together(collective: Collective, algorithm: Algorithm, elements: int, se
         algorithm,
         len(seen),
         elements,
-        [one.before for one in seen],
-        [[one.after[number] for one in seen] for number in rounds],
-        [ranks_in(one.marks_before) for one in seen],
-        [[ranks_in(one.marks[number]) for one in seen] for number in rounds],
-        sorted(transfer for one in seen for transfer in one.transfers),
-        all(one.agrees for one in seen),
+        [rank_saw.before for rank_saw in seen],
+        [[rank_saw.after[number] for rank_saw in seen] for number in rounds],
+        [ranks_in(rank_saw.marks_before) for rank_saw in seen],
+        [[ranks_in(rank_saw.marks[number]) for rank_saw in seen] for number in rounds],
+        sorted(transfer for rank_saw in seen for transfer in rank_saw.transfers),
+        all(rank_saw.agrees for rank_saw in seen),
     )
 
 

@@ -81,11 +81,13 @@ def _table(shown: ShownCollective, held: list[Chunks], sources: list[Sources], c
             style = "bold yellow" if chunk in fresh else "green" if is_done(shown, rank, chunk, has) else ""
             row.append(Text(numbers(held[rank][chunk]) if has else "·", style=style))
         if came:
-            sent = [f"{_what(shown, one)} → rank {one.receiver}" for one in came if one.sender == rank]
+            sent = [
+                f"{_what(shown, transfer)} → rank {transfer.receiver}" for transfer in came if transfer.sender == rank
+            ]
             got = [
-                f"{'+ ' if one.added else ''}{_what(shown, one)} ← rank {one.sender}"
-                for one in came
-                if one.receiver == rank
+                f"{'+ ' if transfer.added else ''}{_what(shown, transfer)} ← rank {transfer.sender}"
+                for transfer in came
+                if transfer.receiver == rank
             ]
             row += [Text(_joined(sent)), Text(_joined(got), style="yellow")]
         rows.append(row)
@@ -123,7 +125,7 @@ def as_svg(shown: ShownCollective) -> str:
     adds = any(transfer.added for transfer in shown.transfers)
     cell = max(40, 10 + 9 * widest + (16 if adds else 0))
     frame_width = shown.ranks * (cell + 6) - 6
-    reach = max((abs(one.sender - one.receiver) for one in shown.transfers), default=0)
+    reach = max((abs(transfer.sender - transfer.receiver) for transfer in shown.transfers), default=0)
     arcs = _arc_height(reach) + 22
     frame_height = 26 + arcs + HEAD + shown.ranks * CELL_HEIGHT
     frames = len(shown.after) + 1
@@ -164,8 +166,8 @@ def _frame(shown: ShownCollective, number: int, x: float, y: float, cell: float,
     for rank in range(shown.ranks):
         body.append(svg.text(centre[rank], heads + 5, f"{rank}", 15, "ink strong mid"))
         for chunk in range(shown.ranks):
-            fresh = [one for one in came if one.receiver == rank and chunk in one.chunks]
-            sent = any(one.sender == rank and chunk in _chunks_at_sender(shown, one) for one in came)
+            fresh = [transfer for transfer in came if transfer.receiver == rank and chunk in transfer.chunks]
+            sent = any(transfer.sender == rank and chunk in _chunks_at_sender(shown, transfer) for transfer in came)
             at = (x + rank * (cell + 6), y + 26 + arcs + HEAD + chunk * CELL_HEIGHT)
             body.append(
                 _cell(shown, (number, rank, chunk), held[rank][chunk], sources[rank][chunk], fresh, sent, at, cell)
@@ -268,7 +270,8 @@ def _story(shown: ShownCollective) -> str:
     rounds = []
     for number in range(len(shown.after)):
         said = [
-            f"rank {one.sender} sends {_what(shown, one)} to rank {one.receiver}" for one in messages(shown, number)
+            f"rank {transfer.sender} sends {_what(shown, transfer)} to rank {transfer.receiver}"
+            for transfer in messages(shown, number)
         ]
         rounds.append(f"Round {number + 1}: {', '.join(said) or 'nothing is sent'}.")
     return f"{GOALS[shown.collective]}. {' '.join(rounds)}"

@@ -155,11 +155,13 @@ def take_part(topic: Topic, seat: Seat) -> tuple[list[HeldMatrix], float]:
         for batch in loader:
             (own,) = batch.micro_batches
             notes.write("samples of the rank", "x", own.data["x"])
-            notes.write_stored("weights before" if topic == "ddp" else "kept of the weights", lambda one: one)
+            notes.write_stored(
+                "weights before" if topic == "ddp" else "kept of the weights", lambda parameter: parameter
+            )
             notes.listen()
             out = engine.step(batch)
             notes.write_gradients()
-            notes.write_stored("weights after", lambda one: one)
+            notes.write_stored("weights after", lambda parameter: parameter)
         return notes.parts, out.loss
 
 

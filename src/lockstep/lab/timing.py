@@ -58,7 +58,7 @@ def measure(
     alpha = answers[0].value[0]
     times = [answer.value[1] for answer in answers]
     seconds = {
-        algorithm: max(one[algorithm][1] for one in times) - min(one[algorithm][0] for one in times)
+        algorithm: max(of_rank[algorithm][1] for of_rank in times) - min(of_rank[algorithm][0] for of_rank in times)
         for algorithm in algorithms
     }
     return MeasuredTimes(Link(alpha, 1 / bytes_per_second), seconds)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.parallel.boxes import Box, cut_boxes, whole_box
 from lockstep.parallel.tensor.cut import Along, gather, take
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.dtensors import local_part, of_part
+from lockstep.runtime.dtensors import dtensor_of, local_part
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def show_whole(part: torch.Tensor, shape: Sequence[int], cuts: Sequence[Along], 
     dims = {cut.axis.name: cut.dim for cut in cuts}
     placements = [Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.mesh_dim_names or ()]
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return of_part(part, mesh, placements, shape, stride)
+    return dtensor_of(part, mesh, placements, shape, stride)
 
 
 def _cuts_of(held: Held, tensor: torch.Tensor) -> tuple[Along, ...]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.data.first_samples import first_micro_batch
 from lockstep.data.loader import Loader, StepBatch
-from lockstep.data.looking import first_micro_batch
 
 if TYPE_CHECKING:
     from lockstep.engine import Engine

@@ -165,7 +165,7 @@ class SampleDraws(TorchFunctionMode):
             if "__torch_function__" in vars(kind) and kind is not torch.Tensor:
                 with self:  # it draws for the whole of what it has a part of, by functions that come here again
                     return kind.__torch_function__(func, types, args, kwargs)
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
         is_attention = func is F.scaled_dot_product_attention
         if is_attention and tensors[0].is_cuda and len(tensors[0]) == len(self.positions):
             return self._attention(tensors[0], args, kwargs)
@@ -249,7 +249,7 @@ class SampleDraws(TorchFunctionMode):
             for row in range(len(query)):
                 with in_stream(row):
                     mine = {key: own(value, row) for key, value in kwargs.items()}
-                    found.append(F.scaled_dot_product_attention(*(own(one, row) for one in args), **mine))
+                    found.append(F.scaled_dot_product_attention(*(own(value, row) for value in args), **mine))
         return torch.cat(found)
 
     @contextmanager
@@ -297,7 +297,7 @@ class _RowByRow(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = func.overloadpacket
-        is_fake = any(issubclass(one, FakeTensor) for one in types)
+        is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         is_draw = kind in IN_PLACE or kind in NEW
         if not is_draw or kwargs.get("generator") is not None or is_fake:
             return func(*args, **kwargs)
@@ -313,7 +313,7 @@ class _RowByRow(TorchDispatchMode):
                 part = value.narrow(dim, start, length)
                 return part.contiguous() if dim else part  # what lies apart in memory is filled in another order
 
-            mine = [own(one) for one in args]
+            mine = [own(value) for value in args]
             if is_size:
                 mine[number] = [*shape[:dim], length, *shape[dim + 1 :]]
             found.append(func(*mine, **kwargs))

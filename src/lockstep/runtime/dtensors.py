@@ -15,14 +15,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def of_part(
+def dtensor_of(
     part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """A tensor of a whole shape, of which this rank has a part; nobody is asked."""
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
-def like(given: torch.Tensor, part: torch.Tensor) -> DTensor:
+def dtensor_like(given: torch.Tensor, part: torch.Tensor) -> DTensor:
     """A tensor that is shared out like another one."""
     assert isinstance(given, DTensor)
-    return of_part(part, given.device_mesh, given.placements, given.shape, given.stride())
+    return dtensor_of(part, given.device_mesh, given.placements, given.shape, given.stride())

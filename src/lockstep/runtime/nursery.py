@@ -146,8 +146,8 @@ def be_born(descriptor: int, what: str, target: str) -> None:
             if _fork(connection):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for one in (woken, wakes):
-                    os.close(one)
+                for descriptor in (woken, wakes):
+                    os.close(descriptor)
                 connection.close()
                 os.environ.clear()
                 os.environ.update(order["environment"])

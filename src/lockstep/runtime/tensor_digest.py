@@ -18,8 +18,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digests_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
     """A number for each tensor that changes with its bits and their places, computed on its device and read at once."""
     found = [None if tensor is None else _digest(local_part(tensor.detach())) for tensor in tensors]
-    numbers = iter(torch.stack(there).tolist() if (there := [one for one in found if one is not None]) else [])
-    return [0 if one is None else next(numbers) for one in found]
+    numbers = iter(torch.stack(there).tolist() if (there := [digest for digest in found if digest is not None]) else [])
+    return [0 if digest is None else next(numbers) for digest in found]
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

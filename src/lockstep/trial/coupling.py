@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from lockstep.data.digest import digest_of_value
+from lockstep.data.first_samples import Read
 from lockstep.data.loader import MicroBatch
-from lockstep.data.looking import Read
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.faults.invariants import parameters_of

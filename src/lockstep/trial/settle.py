@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lockstep.data.first_samples import Read, first_samples, second_of, uneven_samples
 from lockstep.data.loader import Loader, MicroBatch, Reading
-from lockstep.data.looking import Read, first_samples, second_of, uneven_samples
 from lockstep.data.order import Order
 from lockstep.engine import Engine
 from lockstep.errors import UserError

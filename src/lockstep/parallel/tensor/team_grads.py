@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.parallel.held import Held, show_whole
 from lockstep.parallel.replicate.gradient_sync import GradientSync, sum_together
 from lockstep.runtime.comm import Comm
-from lockstep.runtime.dtensors import like, local_part
+from lockstep.runtime.dtensors import dtensor_like, local_part
 from lockstep.runtime.torch_private import replace_local_part
 from lockstep.step.grads import local_gradients
 
@@ -49,7 +49,7 @@ class TeamGradients(GradientSync):
             if stored.grad is None:
                 given.grad = None
             elif given.grad is None:
-                given.grad = like(given.data, local_part(stored.grad))
+                given.grad = dtensor_like(given.data, local_part(stored.grad))
             else:
                 replace_local_part(given.grad, local_part(stored.grad))
 

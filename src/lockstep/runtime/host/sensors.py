@@ -94,10 +94,10 @@ class Sensors:
             at=now,
             cpu_busy=whole - times.idle - getattr(times, "iowait", 0.0),
             cpu_whole=whole,
-            sent=sum(one.bytes_sent for one in used) + self._over_infiniband("port_xmit_data"),
-            received=sum(one.bytes_recv for one in used) + self._over_infiniband("port_rcv_data"),
-            read=sum(one.read_bytes for one in plates),
-            written=sum(one.write_bytes for one in plates),
+            sent=sum(counters.bytes_sent for counters in used) + self._over_infiniband("port_xmit_data"),
+            received=sum(counters.bytes_recv for counters in used) + self._over_infiniband("port_rcv_data"),
+            read=sum(counters.read_bytes for counters in plates),
+            written=sum(counters.write_bytes for counters in plates),
         )
 
     def look(self, now: float) -> SensorLook:

@@ -53,7 +53,7 @@ def uneven_samples(dataset: Any, order: Order, reading: Reading, count: int) -> 
         return None
     ids = np.unique(np.linspace(0, order.size - 1, min(SIZES, order.size)).astype(np.int64))
     try:
-        sizes = _apart(dataset, order, reading, 0, ids, lambda samples: [_size_of(one) for one in samples])
+        sizes = _apart(dataset, order, reading, 0, ids, lambda samples: [_size_of(sample) for sample in samples])
     except (SampleError, UserError):  # whoever trains on it will hear of that
         return None
     if len(set(sizes)) == 1:

@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.data.first_samples import first_samples, second_of, uneven_samples
 from lockstep.data.loader import Reading
-from lockstep.data.looking import first_samples, second_of, uneven_samples
 from lockstep.data.order import Order, sample_ids
 
 SIZE, BATCH, SEED = 26, 8, 5
