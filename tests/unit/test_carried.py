@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.follow.carried import differs, noted, places_of, put_back, watched
+from lockstep.follow.carried import differs, note_values, places_of, put_back, watch_numbers
 
 CALLS = 0
 SEEN: dict[str, int] = {"calls": 0}
@@ -62,21 +62,23 @@ LOSSES: dict[str, tuple[Callable[[], Any], set[str]]] = {
 def test_a_counter_is_found_and_put_back(name: str) -> None:
     loss, words = LOSSES[name]
     places = places_of([], loss)
-    before = noted(places)
+    before = note_values(places)
     with put_back(places):
         loss()
-        now = noted(places)
+        now = note_values(places)
         assert {place.words for place, a, b in zip(places, before, now, strict=True) if differs(a, b)} == words
-    assert not any(differs(a, b) for a, b in zip(before, noted(places), strict=True))
+    assert not any(differs(a, b) for a, b in zip(before, note_values(places), strict=True))
 
 
 def test_what_a_module_keeps_is_found_and_put_back() -> None:
     model = Counting()
     places = places_of([model], in_a_closure())
-    before = noted(places)
+    before = note_values(places)
     with put_back(places):
         model()
-        changed = [place.words for place, a, b in zip(places, before, noted(places), strict=True) if differs(a, b)]
+        changed = [
+            place.words for place, a, b in zip(places, before, note_values(places), strict=True) if differs(a, b)
+        ]
         assert changed == [f"the attribute {name} of the model" for name in ("calls", "history", "state", "dice")]
     assert (model.calls, model.state, model.history) == (0, None, [0.5])
     assert torch.equal(model.dice.get_state(), torch.Generator().manual_seed(0).get_state())
@@ -99,7 +101,7 @@ def test_a_number_tells_when_something_is_decided_by_it(use: Any, decides: bool,
     model: Any = nn.Module()
     model.calls = number
     (place,) = [one for one in places_of([model], in_a_closure()) if "calls of" in one.words]
-    with watched([place]) as found:
+    with watch_numbers([place]) as found:
         result, was_said = use(model.calls), bool(found)
     assert was_said == decides
     assert result == use(number)

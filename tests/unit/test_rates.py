@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from lockstep.errors import UserError
-from lockstep.step.rates import Rates, RateState, decoded, encoded
+from lockstep.step.rates import Rates, RateState, decode, encode
 
 STEPS, STOP_AFTER = 14, 5
 PARAMETER = nn.Parameter(torch.ones(2))
@@ -148,8 +148,8 @@ def test_what_a_restart_could_not_give_back_is_refused() -> None:
 
 def test_plain_data_comes_back_from_json() -> None:
     data = {"a": [1, (2.5, None)], "b": {3: float("inf"), 4: -float("inf")}, "c": {"d": True, "e": "text"}}
-    assert decoded(json.loads(json.dumps(encoded(data), allow_nan=False))) == data
-    assert encoded({"rate": torch.tensor(0.5), "function": print, "objects": [object()]}) == {"rate": 0.5}
+    assert decode(json.loads(json.dumps(encode(data), allow_nan=False))) == data
+    assert encode({"rate": torch.tensor(0.5), "function": print, "objects": [object()]}) == {"rate": 0.5}
 
 
 def test_a_rate_set_by_hand_beside_a_schedule_is_refused() -> None:

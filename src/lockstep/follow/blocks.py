@@ -49,9 +49,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not isinstance(module, CONTAINERS):
             blocks.append((name, module))
             return
-        for inner, one in module.named_children():  # a container is never called: what it holds is repeated
-            if list(one.parameters()):
-                take(one, f"{name}.{inner}")
+        for inner, child in module.named_children():  # a container is never called: what it holds is repeated
+            if list(child.parameters()):
+                take(child, f"{name}.{inner}")
 
     visit(model, "")
     return blocks
@@ -70,7 +70,7 @@ def seed_points(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module
         for child in module.children():
             if id(child) in inside:
                 continue
-            has_blocks = any(id(one) in inside for one in child.modules())
+            has_blocks = any(id(inner) in inside for inner in child.modules())
             divided = has_blocks or isinstance(child, (*CONTAINERS, nn.Sequential))
             of_torch = type(child).__module__.startswith("torch.nn.")
             draws = isinstance(child, DRAWING) or (is_outermost and not divided and not of_torch)
@@ -211,7 +211,9 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
             return False
         if call.module is model:
             return True
-        return isinstance(call.module, nn.Sequential) or any(id(one) in block_ids for one in call.module.modules())
+        return isinstance(call.module, nn.Sequential) or any(
+            id(module) in block_ids for module in call.module.modules()
+        )
 
     def frontier(call: Call) -> list[Call]:
         found: list[Call] = []
@@ -221,7 +223,7 @@ def find_parts(model: nn.Module, calls: Call, stages: int) -> list[tuple[str, nn
 
     parts = [call for call in frontier(calls) if times[id(call.module)] == 1]
     while sum(1 for part in parts if any(True for _ in part.module.parameters())) < stages:
-        larger = [part for part in parts if sum(1 for one in part.inside if times[id(one.module)] == 1) > 1]
+        larger = [part for part in parts if sum(1 for call in part.inside if times[id(call.module)] == 1) > 1]
         if not larger:
             break
         largest = max(larger, key=lambda part: sum(p.numel() for p in part.module.parameters()))

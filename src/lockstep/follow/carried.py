@@ -83,7 +83,7 @@ def _item(items: list[Any], index: int) -> Any:
     return items[index] if index < len(items) else None
 
 
-def noted(places: Sequence[CarriedPlace]) -> list[Any]:
+def note_values(places: Sequence[CarriedPlace]) -> list[Any]:
     """What stands in each now, to be compared by `differs`."""
     return [_note(place.get()) for place in places]
 
@@ -120,11 +120,11 @@ def put_back(places: Sequence[CarriedPlace]) -> Iterator[None]:
 
 
 @contextmanager
-def watched(counters: Sequence[CarriedPlace]) -> Iterator[list[str]]:
+def watch_numbers(counters: Sequence[CarriedPlace]) -> Iterator[list[str]]:
     """Inside, see which of these numbers a forward decides by; afterwards they are plain again."""
     decides: list[str] = []
     for place in counters:
-        place.set(watched_number(place.get(), partial(decides.append, place.words)))
+        place.set(make_watched(place.get(), partial(decides.append, place.words)))
     try:
         yield decides
     finally:
@@ -133,7 +133,7 @@ def watched(counters: Sequence[CarriedPlace]) -> Iterator[list[str]]:
                 place.set(int.__add__(value, 0) if isinstance(value, int) else float.__add__(value, 0.0))
 
 
-def watched_number(value: float, note: Callable[[], None]) -> Any:
+def make_watched(value: float, note: Callable[[], None]) -> Any:
     """A number, and what is computed of it, that tells whether anything is decided by it: compared, or made another."""
     kind: type = type(value)
 

@@ -33,7 +33,7 @@ def nodes_of(tensors: list[torch.Tensor]) -> Iterator[Any]:
     while waiting:
         node = waiting.pop()
         yield node
-        further = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        further = [earlier for earlier, _ in node.next_functions if earlier is not None and earlier not in seen]
         seen.update(further)
         waiting += further
 
@@ -53,11 +53,11 @@ def not_linear(loss: torch.Tensor, additive: bool) -> str | None:
 @torch.no_grad()
 def _is_linear(node: Any, additive: bool) -> bool:
     with torch.random.fork_rng([]):
-        one, other = ([_made_up(like) for like in gradients_taken(node)] for _ in range(2))
-        result = _results(node, one)
-        tries = [(_results(node, [g * by for g in one]), [r * by for r in result]) for by in (APART, 1 / APART)]
+        first, other = ([_made_up(like) for like in gradients_taken(node)] for _ in range(2))
+        result = _results(node, first)
+        tries = [(_results(node, [g * by for g in first]), [r * by for r in result]) for by in (APART, 1 / APART)]
         if additive:
-            both = _results(node, [g + h for g, h in zip(one, other, strict=True)])
+            both = _results(node, [g + h for g, h in zip(first, other, strict=True)])
             tries.append((both, [r + s for r, s in zip(result, _results(node, other), strict=True)]))
     return all(torch.allclose(a, b, rtol=1e-2) for found, wanted in tries for a, b in zip(found, wanted, strict=True))
 
@@ -68,4 +68,6 @@ def _made_up(like: Any) -> torch.Tensor:
 
 def _results(node: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     found = node.apply(*gradients)
-    return [one for one in (found if isinstance(found, tuple) else (found,)) if isinstance(one, torch.Tensor)]
+    return [
+        gradient for gradient in (found if isinstance(found, tuple) else (found,)) if isinstance(gradient, torch.Tensor)
+    ]

@@ -6,6 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,17 @@ from torch import nn
 
 from lockstep.errors import UserError
 from lockstep.follow.forward import Functions, following
-from lockstep.follow.functions import own_functions_seen
+from lockstep.follow.functions import nodes_of, own_functions_seen
 from lockstep.follow.trees import map_tensors, tensors_of
-from lockstep.follow.unread import DatalessForward, ValueReadError, made, read, reads_nothing, refuse_unread, unknown
+from lockstep.follow.unread import (
+    DatalessForward,
+    ValueReadError,
+    make_unread,
+    read,
+    reads_nothing,
+    refuse_unread,
+    unknown,
+)
 from lockstep.follow.values import (
     Piece,
     Rehearsal,
@@ -76,7 +85,7 @@ def rehearse(
     try:
         with (
             without_data() as watch.look,
-            _no_custom_functions(watch),
+            own_functions_seen(partial(_refuse_outside, watch)),
             following(seeded, enters=watch.enter_seeded, leaves=watch.leave_seeded),
             watch,
         ):
@@ -172,7 +181,7 @@ class RehearsalWatch(Watch):
         """A number that stages have no more who begin behind it."""
         is_end = self.at == self._last
         found = read(name, self.look, AT_THE_END if is_end else None, converts=is_end)
-        self.rehearsal.results.append((name, made(self._unknown) if name == "item" else found))
+        self.rehearsal.results.append((name, make_unread(self._unknown) if name == "item" else found))
         return found
 
     def number(self, tensor: torch.Tensor) -> None:
@@ -341,21 +350,15 @@ def without_data(who: str = ONE_STAGE) -> Iterator[DatalessForward]:
         look.over = True
 
 
-@contextmanager
-def _no_custom_functions(watch: RehearsalWatch) -> Iterator[None]:
+def _refuse_outside(watch: RehearsalWatch, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Refuse an autograd.Function that is applied outside of any part: what it is given and returns is not seen."""
-
-    def checked(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not watch.in_part:
-            raise UserError(
-                f"{function.__name__} is an autograd.Function that is applied outside of any module, where a pipeline "
-                "cannot follow its gradient",
-                "apply it inside a module that the model calls once, or use a dp or fsdp layout",
-            )
-        return args
-
-    with own_functions_seen(checked):
-        yield
+    if not watch.in_part:
+        raise UserError(
+            f"{function.__name__} is an autograd.Function that is applied outside of any module, where a pipeline "
+            "cannot follow its gradient",
+            "apply it inside a module that the model calls once, or use a dp or fsdp layout",
+        )
+    return args
 
 
 @contextmanager
@@ -391,13 +394,7 @@ def _refuse_reentrant_checkpoint() -> None:
 
 def _find_gradients(rehearsal: Rehearsal, numbered: Sequence[torch.Tensor]) -> None:
     """Which values get a gradient: those that what the call returned leads back to."""
-    stack = [tensor.grad_fn for tensor in tensors_of(rehearsal.result)]
-    reached: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in reached:
-            reached.add(node)
-            stack.extend(following for following, _ in node.next_functions)
+    reached = set(nodes_of(list(tensors_of(rehearsal.result))))
     for value, tensor in zip(rehearsal.values, numbered, strict=True):
         value.requires_grad = tensor.grad_fn in reached
     rehearsal.result = map_tensors(torch.Tensor.detach, rehearsal.result)
@@ -406,12 +403,14 @@ def _find_gradients(rehearsal: Rehearsal, numbered: Sequence[torch.Tensor]) -> N
 def _without_masks(index: Any) -> Any:
     """An index by a mask from the batch as one by numbers: how many there are is known."""
     entries = index if isinstance(index, tuple) else (index,)
-    are_masks = [isinstance(one, torch.Tensor) and one.dtype == torch.bool and not is_fake(one) for one in entries]
+    are_masks = [
+        isinstance(entry, torch.Tensor) and entry.dtype == torch.bool and not is_fake(entry) for entry in entries
+    ]
     if not any(are_masks):
         return index
     numbers: list[Any] = []
-    for one, is_mask in zip(entries, are_masks, strict=True):
-        numbers += one.nonzero(as_tuple=True) if is_mask else [one]
+    for entry, is_mask in zip(entries, are_masks, strict=True):
+        numbers += entry.nonzero(as_tuple=True) if is_mask else [entry]
     return tuple(numbers)
 
 
@@ -419,5 +418,5 @@ def _as_replayed(result: Any, given: Sequence[torch.Tensor]) -> Any:
     for place, tensor in enumerate(given):
         if result is tensor:
             return place
-    is_list = isinstance(result, list | tuple) and any(isinstance(one, torch.Tensor) for one in result)
+    is_list = isinstance(result, list | tuple) and any(isinstance(item, torch.Tensor) for item in result)
     return map_tensors(without_graph, result) if is_list or isinstance(result, torch.Tensor) else None

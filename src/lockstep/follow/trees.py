@@ -21,15 +21,15 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif type(tree) in (tuple, list):
-        for one in tree:
-            yield from tensors_of(one)
+        for item in tree:
+            yield from tensors_of(item)
     elif tree is not None and not isinstance(tree, PLAIN):
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
             elif _holds_tensors(leaf):
-                for one in vars(leaf).values():
-                    yield from tensors_of(one)
+                for value in vars(leaf).values():
+                    yield from tensors_of(value)
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -40,9 +40,9 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tree
     # These by hand: torch's general way takes longer than many an operation.
     if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(change, one) for one in tree])
+        return type(tree)([map_tensors(change, item) for item in tree])
     if type(tree) is dict:
-        return {key: map_tensors(change, one) for key, one in tree.items()}
+        return {key: map_tensors(change, item) for key, item in tree.items()}
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

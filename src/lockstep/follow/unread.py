@@ -72,8 +72,8 @@ def _computing(name: str) -> Any:
             result = 0.0
         if self.look.over or result is NotImplemented:
             return result
-        places = {self.place, *(one.place for one in args if isinstance(one, Unread))}
-        return made(
+        places = {self.place, *(other.place for other in args if isinstance(other, Unread))}
+        return make_unread(
             self.look, places.pop() if len(places) == 1 else None, 0.0 if isinstance(result, complex) else result
         )
 
@@ -91,13 +91,13 @@ def _deciding(name: str) -> Any:
 
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-for _name in [*_OPERATORS, *(f"r{one}" for one in _OPERATORS), "neg", "pos", "abs", "round"]:
+for _name in [*_OPERATORS, *(f"r{operator}" for operator in _OPERATORS), "neg", "pos", "abs", "round"]:
     setattr(Unread, f"__{_name}__", _computing(f"__{_name}__"))
 for _name in ["bool", "int", "float", "trunc", "floor", "ceil", "eq", "ne", "lt", "le", "gt", "ge", "divmod"]:
     setattr(Unread, f"__{_name}__", _deciding(f"__{_name}__"))
 
 
-def made(look: DatalessForward, place: int | None = None, value: float = 0.0) -> Unread:
+def make_unread(look: DatalessForward, place: int | None = None, value: float = 0.0) -> Unread:
     """A number that is not known in a look."""
     number = Unread(value)
     number.look, number.place = look, place
@@ -110,7 +110,7 @@ def read(name: str, look: DatalessForward, place: int | None = None, converts: b
     With `converts`, code may also turn it into a plain number: whoever comes to this line at work has the real one.
     """
     if name == "item":
-        return made(look, place)
+        return make_unread(look, place)
     if name == "__format__":
         return "?"
     if converts and name in CONVERTING:

@@ -200,9 +200,9 @@ class Watch(Functions):
         return self._numbered(result)
 
     def _numbered(self, result: Any) -> Any:
-        for one in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(one, torch.Tensor):
-                self.number(one)
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.number(value)
         return result
 
 
@@ -272,9 +272,9 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            for one in value:
-                if isinstance(one, torch.Tensor):
-                    yield one
+            for inner in value:
+                if isinstance(inner, torch.Tensor):
+                    yield inner
 
 
 def _name(func: Any) -> str:

@@ -289,7 +289,9 @@ def _attention(counting: _Counting) -> Callable[..., Tensor]:
     ) -> Tensor:
         if attn_mask is not None and attn_mask.requires_grad:  # its gradient is known to torch alone
             return attend(query, key, value, attn_mask, *rest, **named)
-        scores, mixed = (2 * math.prod(query.shape[:-1]) * key.shape[-2] * one.shape[-1] for one in (query, value))
+        scores, mixed = (
+            2 * math.prod(query.shape[:-1]) * key.shape[-2] * tensor.shape[-1] for tensor in (query, value)
+        )
         counting.add("attention", scores + mixed)
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -317,7 +319,7 @@ class _Attended(torch.autograd.Function):
         through_scores = mixed if of_query or of_key else 0
         ctx.counting.add("attention", mixed * of_value + through_scores + scores * (of_query + of_key))
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
-        return *(torch.empty_like(one) if wanted else None for one, wanted in needed), None, None, None, None
+        return *(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed), None, None, None, None
 
 
 @contextmanager

@@ -105,10 +105,10 @@ def _refuse_unshardable(optimizer: torch.optim.Optimizer, layout: Layout) -> Non
         parts = [parameter.data for parameter in group["params"] if isinstance(parameter.data, DTensor)]
         if not parts:
             continue
-        kinds = {(one.dim(), one.dtype, one.placements): one for one in parts}
+        kinds = {(part.dim(), part.dtype, part.placements): part for part in parts}
         twin = copy.copy(optimizer)
         twin.state = defaultdict(dict)
-        twin.param_groups = [{**group, "params": [nn.Parameter(_small_part(one)) for one in kinds.values()]}]
+        twin.param_groups = [{**group, "params": [nn.Parameter(_small_part(part)) for part in kinds.values()]}]
         for parameter in twin.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         try:
@@ -136,7 +136,7 @@ def _small_shapes(
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: Counter[tuple[int | None, int]] = Counter()
     shapes = {}
-    for name, parameter in sorted(named, key=lambda one: -one[1].numel()):
+    for name, parameter in sorted(named, key=lambda item: -item[1].numel()):
         kind = groups.get(id(parameter)), parameter.dim()
         found[kind] += 1
         if found[kind] <= 2:

@@ -53,10 +53,10 @@ def with_empty_groups(make: OptimizerFactory) -> OptimizerFactory:
         if isinstance(group["params"], Iterator):
             group["params"] = list(group["params"])
         groups = [*self.param_groups, group]
-        if any("param_names" in one or is_named(one["params"]) for one in groups):
-            for one in groups:
-                if not len(one["params"]):
-                    one["param_names"] = []
+        if any("param_names" in each or is_named(each["params"]) for each in groups):
+            for each in groups:
+                if not len(each["params"]):
+                    each["param_names"] = []
         add(self, group)
 
     def is_named(params: Any) -> bool:

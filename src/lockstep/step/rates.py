@@ -104,7 +104,7 @@ class Rates:
             )
         self.of_step(0)
         changed = zip(self._bases, self._made_with, strict=True)
-        states = {name: encoded(scheduler.state_dict()) for name, scheduler in self._schedulers.items()}
+        states = {name: encode(scheduler.state_dict()) for name, scheduler in self._schedulers.items()}
         return RateState([base if base != made else None for base, made in changed], states)
 
     def restore(self, state: RateState) -> None:
@@ -125,7 +125,7 @@ class Rates:
         for name, state in states.items():
             scheduler = self._schedulers[name]
             new = scheduler.state_dict()
-            old = {key: _like(new.get(key), value) for key, value in decoded(state).items()}
+            old = {key: _like(new.get(key), value) for key, value in decode(state).items()}
             scheduler.load_state_dict({**new, **old})
         for group, before in zip(self._optimizer.param_groups, options, strict=True):
             group.update(before)
@@ -135,17 +135,19 @@ class Rates:
 
         An optimizer does not know of them, but their classes do.
         """
-        found = [one for one in gc.get_referrers(*_classes(LRScheduler)) if isinstance(one, LRScheduler)]
-        mine = [one for one in found if getattr(one, "optimizer", None) is self._optimizer]
-        inside = {id(inner) for one in mine for inner in schedulers_inside(one)}
-        outside = [one for one in mine if id(one) not in inside]
-        names = Counter(type(one).__name__ for one in outside)
+        found = [
+            scheduler for scheduler in gc.get_referrers(*_classes(LRScheduler)) if isinstance(scheduler, LRScheduler)
+        ]
+        mine = [scheduler for scheduler in found if getattr(scheduler, "optimizer", None) is self._optimizer]
+        inside = {id(inner) for scheduler in mine for inner in schedulers_inside(scheduler)}
+        outside = [scheduler for scheduler in mine if id(scheduler) not in inside]
+        names = Counter(type(scheduler).__name__ for scheduler in outside)
         if twice := [name for name, count in names.items() if count > 1]:
             raise UserError(
                 f"engine.optimizer has several schedulers of class {twice[0]}, and a restart cannot tell them apart",
                 "put them into one: torch.optim.lr_scheduler.ChainedScheduler or SequentialLR",
             )
-        return {type(one).__name__: one for one in outside}
+        return {type(scheduler).__name__: scheduler for scheduler in outside}
 
 
 def _classes(base: type[LRScheduler]) -> list[type[LRScheduler]]:
@@ -156,38 +158,38 @@ def _classes(base: type[LRScheduler]) -> list[type[LRScheduler]]:
     return found
 
 
-def encoded(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """Plain data as JSON can hold it; in a dict, what is not plain is left out."""
     if isinstance(value, dict):
-        pairs = [(key, encoded(item)) for key, item in value.items() if _is_plain(item)]
+        pairs = [(key, encode(item)) for key, item in value.items() if _is_plain(item)]
         if all(isinstance(key, str) for key in value):
             return dict(pairs)
         return {"": "pairs", "of": [list(pair) for pair in pairs]}
     if isinstance(value, list | tuple):
-        items = [encoded(item) for item in value]
+        items = [encode(item) for item in value]
         return items if isinstance(value, list) else {"": "tuple", "of": items}
     if isinstance(value, torch.Tensor):
-        return encoded(value.item())
+        return encode(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return {"": "float", "of": str(value)}
     return value
 
 
-def decoded(value: Any) -> Any:
-    """What `encoded` was given, a tensor of one number as that number."""
+def decode(value: Any) -> Any:
+    """What `encode` was given, a tensor of one number as that number."""
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(""):
         case "pairs":
-            return {key: decoded(item) for key, item in value["of"]}
+            return {key: decode(item) for key, item in value["of"]}
         case "tuple":
-            return tuple(decoded(item) for item in value["of"])
+            return tuple(decode(item) for item in value["of"])
         case "float":
             return float(value["of"])
         case _:
-            return {key: decoded(item) for key, item in value.items()}
+            return {key: decode(item) for key, item in value.items()}
 
 
 def _is_plain(value: Any) -> bool:

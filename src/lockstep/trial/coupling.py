@@ -22,7 +22,15 @@ from lockstep.data.loader import MicroBatch
 from lockstep.engine import Engine
 from lockstep.errors import UserError
 from lockstep.faults.invariants import parameters_of
-from lockstep.follow.carried import CarriedPlace, differs, holds_objects, noted, places_of, put_back, watched
+from lockstep.follow.carried import (
+    CarriedPlace,
+    differs,
+    holds_objects,
+    note_values,
+    places_of,
+    put_back,
+    watch_numbers,
+)
 from lockstep.follow.trees import tensors_of
 from lockstep.parallel.held import hold_value
 from lockstep.parallel.replicate.statistics import changed_by_each
@@ -516,10 +524,10 @@ def _fits(
 
 def _checked_again(engine: Engine, comm: Comm, whole: MicroBatch, places: Sequence[CarriedPlace]) -> Tried:
     """The samples' loss, which has to be the same when it is asked for again: else something is kept between calls."""
-    before = noted(places)
+    before = note_values(places)
     first = engine.try_forward(whole)
-    changed = [place for place, old, now in zip(places, before, noted(places), strict=True) if differs(old, now)]
-    with watched([place for place in changed if type(place.get()) in (int, float)]) as decides:
+    changed = [place for place, old, now in zip(places, before, note_values(places), strict=True) if differs(old, now)]
+    with watch_numbers([place for place in changed if type(place.get()) in (int, float)]) as decides:
         second = engine.try_forward(whole)
     line, lost = loss_line(engine.setup.loss), "which no checkpoint has and every rank would have its own of"
     fix = "make it a function of the batch or a buffer, or change it between steps (run.keep saves it)"

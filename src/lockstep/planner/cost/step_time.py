@@ -79,14 +79,14 @@ def estimate_time(job: Job) -> Time:
     forward, backward = part_work(job, block)
     backward += _again(job, forward)
     tensor, context = _tensor(job), _context(job, forward, backward)
-    one = forward.total + backward.total + tensor + context
+    block_seconds = forward.total + backward.total + tensor + context
 
     ends = {part.name: _both(part_work(job, part)) for part in model.parts if part is not block}
     tail = sum((work for name, work in ends.items() if name != model.parts[0].name or layout.pp == 1), RankWork())
-    count, has_head = stages_of_job(job).slowest(tail.total / one)
+    count, has_head = stages_of_job(job).slowest(tail.total / block_seconds)
     besides = tail if has_head else RankWork()
     stage = (forward + backward) * count + besides
-    average = (block.count * one + sum(work.total for work in ends.values())) / layout.pp
+    average = (block.count * block_seconds + sum(work.total for work in ends.values())) / layout.pp
 
     crossing = 2 * job.stages_per_rank * neighbour_seconds(job) if layout.pp > 1 else 0.0
     empty = (layout.pp - 1) / job.stages_per_rank * BUBBLE.get(job.schedule, 1.0)

@@ -14,7 +14,7 @@ from lockstep.errors import UserError, nearest, unknown
 from lockstep.planner.model.convnet import RESNETS, resnet
 from lockstep.planner.model.huggingface import from_config
 from lockstep.planner.model.parts import Model
-from lockstep.planner.model.transformer_shape import build, described, from_catalogue, from_text, known_models
+from lockstep.planner.model.transformer_shape import build, describe, from_catalogue, from_text, known_models
 
 IN_PYTHON = re.compile(r"(?P<where>[\w./~-]+\.py|\w+(\.\w+)*):(?P<function>\w+)")
 
@@ -82,7 +82,7 @@ def _of_recipe(name: str, layers: list[Layer], values: dict[str, Any], sequence:
             "dropout": settings.dropout > 0,
             "sequence": sequence or settings.context,
         }
-        return build(described(name, numbers), sequence)
+        return build(describe(name, numbers), sequence)
     from lockstep.planner.model.module import model_of_recipe
 
     return model_of_recipe(name, config, sequence)

@@ -95,7 +95,7 @@ class ForwardNotes:
         """A module is called: parameters outside of blocks belong to the part that uses them first."""
         if (number := self._numbers.get(id(module))) is not None:
             if number == 1:
-                first = next((one for one in tree_leaves(arguments) if isinstance(one, Tensor)), None)
+                first = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
                 self.seen[0].border = _elements(arguments)
                 if first is not None and first.dim() == 3 and first.is_floating_point():
                     self.hidden = first.shape[-1]
@@ -123,14 +123,14 @@ class ForwardNotes:
             if product.cut != "whole" and name in ("mm", "addmm"):
                 self._count_cut(part, args, product)
             return out
-        read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         # Of a table in which rows are looked up, not all is read.
-        for one in (*(read[1:] if name == "embedding" else read), *made):
-            if self._is_whole(one):
-                part.traffic += one.numel()
+        for tensor in (*(read[1:] if name == "embedding" else read), *made):
+            if self._is_whole(tensor):
+                part.traffic += tensor.numel()
             else:
-                part.cut_traffic += one.numel()
+                part.cut_traffic += tensor.numel()
         return out
 
     def _is_whole(self, tensor: Tensor) -> bool:
@@ -175,7 +175,7 @@ class ForwardNotes:
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
         """As one kernel, like on a GPU: a CPU takes it apart."""
         causal = bool(named.get("is_causal", rest[2] if len(rest) > 2 else False))
-        heads, kv_heads = (math.prod(one.shape[1:-2]) for one in (query, key))
+        heads, kv_heads = (math.prod(tensor.shape[1:-2]) for tensor in (query, key))
         tokens = round(math.sqrt(query.shape[-2] * key.shape[-2]))
         part = self.seen[self.at]
         part.has_mixed = True
@@ -207,7 +207,7 @@ def model_from_forward(name: str, model: nn.Module, forward: Callable[[], Any], 
 
 
 def _elements(values: Any) -> float:
-    found = [one for one in tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point()]
+    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return float(found[0].numel()) if found else 0.0
 
 
@@ -249,7 +249,9 @@ def _part(seen: Seen, batch: int) -> ModelPart:
     """The share of one sample."""
     attention = None
     if seen.attentions:
-        heads, kv_heads = (sum(getattr(one, name) for one in seen.attentions) for name in ("heads", "kv_heads"))
+        heads, kv_heads = (
+            sum(getattr(attention, name) for attention in seen.attentions) for name in ("heads", "kv_heads")
+        )
         attention = replace(seen.attentions[0], heads=heads, kv_heads=kv_heads)
     per_sample = ("kept", "cut_kept", "kept_bytes", "traffic", "cut_traffic", "border")
     return ModelPart(
@@ -257,7 +259,7 @@ def _part(seen: Seen, batch: int) -> ModelPart:
         count=1,
         parameters=seen.parameters,
         cut_parameters=seen.cut_parameters,
-        matmuls=tuple(replace(one, rows=max(1, one.rows // batch)) for one in seen.matmuls),
+        matmuls=tuple(replace(matmul, rows=max(1, matmul.rows // batch)) for matmul in seen.matmuls),
         attention=attention,
         kernels=seen.kernels,
         **{name: getattr(seen, name) / batch for name in per_sample},

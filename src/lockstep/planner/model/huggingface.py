@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, reason
-from lockstep.planner.model.transformer_shape import SEQUENCE, Described, described
+from lockstep.planner.model.transformer_shape import SEQUENCE, Described, describe
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -50,7 +50,7 @@ def from_values(name: str, config: Mapping[str, Any], overrides: Mapping[str, An
         numbers["head_dim"] = config["head_dim"]
     longest = _first(config, LENGTH)
     numbers["sequence"] = min(longest, LONGEST) if isinstance(longest, int) else SEQUENCE
-    return described(name, {**numbers, **overrides})
+    return describe(name, {**numbers, **overrides})
 
 
 Numbers = dict[str, Any]

@@ -168,10 +168,12 @@ def _drop_data(model: nn.Module) -> None:
 
 def guess_inputs(name: str, model: nn.Module, sequence: int | None) -> Sample:
     """Inputs that suit the first layer."""
-    first = next((one for one in model.modules() if isinstance(one, nn.Embedding | nn.Conv2d | nn.Linear)), None)
+    first = next((layer for layer in model.modules() if isinstance(layer, nn.Embedding | nn.Conv2d | nn.Linear)), None)
     if isinstance(first, nn.Embedding):
         # A table with fewer rows is one of positions: more tokens than it has could not be trained.
-        others = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding) and one is not first]
+        others = [
+            layer.num_embeddings for layer in model.modules() if isinstance(layer, nn.Embedding) and layer is not first
+        ]
         positions = [rows for rows in others if rows > SAMPLES]
         tokens = sequence or min([TOKENS, *positions])
         what = torch.zeros(SAMPLES, tokens, dtype=torch.long)

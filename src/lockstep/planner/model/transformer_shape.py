@@ -71,12 +71,12 @@ def build(described: Described, sequence: int | None) -> Model:
 def from_text(text: str, overrides: Mapping[str, Any]) -> Described:
     """`layers=32,hidden=4096,heads=32`, and what else differs from a GPT: `like=llama`, `vocab=32000`, `seq=4096`."""
     values = parse_assignments([part for part in text.split(",") if part.strip()])
-    return described("shape", {**values, **overrides})
+    return describe("shape", {**values, **overrides})
 
 
 def from_catalogue(name: str, overrides: Mapping[str, Any]) -> Described:
     """A model of models.toml."""
-    return described(name, {**known_models()[name], **overrides})
+    return describe(name, {**known_models()[name], **overrides})
 
 
 @cache
@@ -85,7 +85,7 @@ def known_models() -> dict[str, dict[str, Any]]:
     return tomllib.loads((resources.files("lockstep.planner.model") / "models.toml").read_text(encoding="utf-8"))
 
 
-def described(name: str, values: Mapping[str, Any]) -> Described:
+def describe(name: str, values: Mapping[str, Any]) -> Described:
     """Numbers by name, checked; what is wrong is a UserError that names values that are right."""
     found = dict(values)
     if "seq" in found:

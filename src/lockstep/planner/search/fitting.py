@@ -44,7 +44,7 @@ def ways_to_fit(job: Job) -> list[Way]:
             found[kind] = candidate
     for best in search(job, job.layout.world_size, quick=True).fitting[:1]:
         found["other"] = best
-    ways = (Way(difference(job, one.job), one) for one in found.values())
+    ways = (Way(difference(job, candidate.job), candidate) for candidate in found.values())
     different = {way.text: way for way in ways}.values()
     here = sorted(different, key=lambda way: way.candidate.time.total)[: WAYS - 1]
     return [*here, *islice(_more_gpus(job), WAYS - len(here))]
@@ -70,19 +70,22 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         for size in (job.micro_batch, *smaller):
             yield "recompute", replace(job, recompute="full", micro_batch=size)
     saving = (job, replace(job, micro_batch=1), replace(job, micro_batch=1, recompute="full"))
-    for one in saving:
+    for changed in saving:
         if layout.pp > 1:
-            yield "schedule", replace(one, schedule="1f1b", stages_per_rank=1)
+            yield "schedule", replace(changed, schedule="1f1b", stages_per_rank=1)
         if layout.fsdp > 1:
             for level in (2, 3):
                 if level > job.effective_zero:
-                    yield "sharding", replace(one, zero=level)
+                    yield "sharding", replace(changed, zero=level)
         for fsdp in divisors(layout.data_size):
             if fsdp > layout.fsdp:
-                yield "sharding", replace(one, zero=3, layout=replace(layout, dp=layout.data_size // fsdp, fsdp=fsdp))
+                yield (
+                    "sharding",
+                    replace(changed, zero=3, layout=replace(layout, dp=layout.data_size // fsdp, fsdp=fsdp)),
+                )
         for axis in ("tp", "pp", "cp"):
             for times in divisors(layout.data_size)[1:]:
-                yield "cut", _cut_more(one, axis, times)
+                yield "cut", _cut_more(changed, axis, times)
 
 
 def _cut_more(job: Job, axis: str, times: int) -> Job:
@@ -160,14 +163,14 @@ def enough_gpus(base: Job, asked: Asked, at_once: bool = False) -> Enough | None
 def _saving(base: Job, world_size: int, asked: Asked, at_once: bool) -> Job | None:
     """A way that fits, tried from the side of the least memory."""
     try:
-        one = replace(base, machine=base.machine.with_gpus(world_size))
+        sized = replace(base, machine=base.machine.with_gpus(world_size))
     except UserError:
         return None
-    for tp, cp, pp in teams(one, world_size):
+    for tp, cp, pp in teams(sized, world_size):
         data = world_size // (tp * cp * pp)
         if data > base.global_batch or (at_once and pp > 1):
             continue
-        job = replace(one, global_batch=data) if at_once else one
+        job = replace(sized, global_batch=data) if at_once else sized
         # Many micro-batches of one sample have the fewest activations, a single micro-batch has sharded gradients.
         sizes = (asked.micro_batch,) if asked.micro_batch else sorted({1, -(-job.global_batch // data)})
         saving = replace(asked, layout=Layout(pp=pp, fsdp=data, cp=cp, tp=tp), recompute=asked.recompute or "full")

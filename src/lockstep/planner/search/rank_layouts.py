@@ -7,7 +7,7 @@ are powers of two, with and without recompute, with every schedule of a pipeline
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -96,18 +96,17 @@ class SearchResult:
     @property
     def best_of_kinds(self) -> list[Candidate]:
         """The fastest of each kind of layout: its tp, cp and pp, and whether it has replicas, shards or both."""
-        best: dict[tuple[object, ...], Candidate] = {}
-        for candidate in self.fitting:
-            layout = candidate.job.layout
-            best.setdefault((layout.tp, layout.cp, layout.pp, layout.dp > 1, layout.fsdp > 1), candidate)
-        return list(best.values())
+        return self._first_of(lambda layout: (layout.tp, layout.cp, layout.pp, layout.dp > 1, layout.fsdp > 1))
 
     @property
     def best_of_layouts(self) -> list[Candidate]:
         """The fastest of each layout."""
-        best: dict[Layout, Candidate] = {}
+        return self._first_of(lambda layout: layout)
+
+    def _first_of(self, kind: Callable[[Layout], object]) -> list[Candidate]:
+        best: dict[object, Candidate] = {}
         for candidate in self.fitting:
-            best.setdefault(candidate.job.layout, candidate)
+            best.setdefault(kind(candidate.job.layout), candidate)
         return list(best.values())
 
 
@@ -145,7 +144,7 @@ def search(base: Job, world_size: int, asked: Asked = NOTHING, quick: bool = Fal
                     found.refused["does not fit"] += (len(ways) - number - 1) * len(possible)
                     break
     found.refused = +found.refused
-    found.fitting.sort(key=lambda one: (one.time.total, one.memory.total))
+    found.fitting.sort(key=lambda candidate: (candidate.time.total, candidate.memory.total))
     return found
 
 
@@ -160,17 +159,17 @@ def _try(job: Job, recompute: Recompute, sizes: list[int], counts: dict[int, int
         if is_full and grows and counts[size] > 1:
             found.refused["does not fit"] += 1
             continue
-        one = _changed(job, recompute=recompute, micro_batch=size)
-        memory = fullest(one)
-        says = verdict(memory, one.machine.gpu)
+        tried = _changed(job, recompute=recompute, micro_batch=size)
+        memory = fullest(tried)
+        says = verdict(memory, tried.machine.gpu)
         if says == "fits":
             any_fits = True
-            found.fitting.append(Candidate(one, memory, estimate_time(one)))
+            found.fitting.append(Candidate(tried, memory, estimate_time(tried)))
             continue
         is_full = True
         found.refused[says] += 1
         if found.least is None or memory.total < found.least[0]:
-            found.least = (memory.total, one)
+            found.least = (memory.total, tried)
     return any_fits
 
 

@@ -74,14 +74,14 @@ def time_json(job: Job, time: Time, items: float | None) -> dict[str, Any]:
     }
 
 
-def candidate_json(one: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """One line of a ranked table."""
-    found = figures(one.job, one.time)
+    found = figures(candidate.job, candidate.time)
     return {
-        **job_json(one.job),
-        "memory": one.memory.total,
-        "band": one.memory.band,
-        "step": one.time.total,
+        **job_json(candidate.job),
+        "memory": candidate.memory.total,
+        "band": candidate.memory.band,
+        "step": candidate.time.total,
         f"{found.item}_per_second": found.items_per_second,
         "mfu": found.mfu,
         "bottleneck": found.bottleneck,

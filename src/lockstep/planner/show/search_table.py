@@ -24,19 +24,23 @@ MOST_ROWS = 10
 def show_found(found: SearchResult, terminal: Terminal) -> None:
     """The best of each layout, and the Pareto front."""
     best = found.best_of_kinds[:MOST_ROWS]
-    has_pp = any(one.job.layout.pp > 1 for one in best)
-    has_fsdp = any(one.job.layout.fsdp > 1 for one in best)
+    has_pp = any(candidate.job.layout.pp > 1 for candidate in best)
+    has_fsdp = any(candidate.job.layout.fsdp > 1 for candidate in best)
     heads = [">micro", "recomp", *["schedule"] * has_pp, *["shard"] * has_fsdp]
     unit = figures(best[0].job, best[0].time).item
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     add_columns(table, "layout", *heads, ">memory", ">step", f">{unit}/s", ">MFU", "most lost to")
-    for number, one in enumerate(best):
-        job, numbers = one.job, figures(one.job, one.time)
+    for number, candidate in enumerate(best):
+        job, numbers = candidate.job, figures(candidate.job, candidate.time)
         cells = [str(job.micro_batch), job.recompute]
         cells += [schedule_text(job)] * has_pp
         cells += [f"zero{job.effective_zero}" if job.layout.fsdp > 1 else "-"] * has_fsdp
-        cells += [bytes_text(one.memory.total), seconds_text(one.time.total), count_text(numbers.items_per_second)]
-        cells += [percent(numbers.mfu), lost_to(one.time)]
+        cells += [
+            bytes_text(candidate.memory.total),
+            seconds_text(candidate.time.total),
+            count_text(numbers.items_per_second),
+        ]
+        cells += [percent(numbers.mfu), lost_to(candidate.time)]
         table.add_row(str(job.layout), *cells, style="bold" if number == 0 else "")
     terminal.print()
     print_whole(table, terminal)
@@ -87,18 +91,18 @@ def show_front(found: SearchResult, terminal: Terminal) -> None:
         chart = terminal_chart(series, width, height=7, log_x=True, x_format=bytes_text)
         say(terminal, chart)
     chosen = front if len(front) <= 5 else [front[round(i * (len(front) - 1) / 4)] for i in range(5)]
-    for one in chosen:
-        job = one.job
+    for candidate in chosen:
+        job = candidate.job
         words = [f"micro-batch {job.micro_batch}", "recompute" if job.recompute == "full" else "no recompute"]
         words += [schedule_text(job)] if job.layout.pp > 1 else []
         words += [f"zero{job.effective_zero}"] if job.layout.fsdp > 1 else []
-        sizes = f"{bytes_text(one.memory.total):>8} {seconds_text(one.time.total):>8}"
+        sizes = f"{bytes_text(candidate.memory.total):>8} {seconds_text(candidate.time.total):>8}"
         say(terminal, f"{sizes}  {job.layout}, {', '.join(words)}")
 
 
 def front_points(front: Sequence[Candidate]) -> list[tuple[float, float]]:
     """Bytes and seconds, from the smallest on."""
-    return [(one.memory.total, one.time.total) for one in reversed(front)]
+    return [(candidate.memory.total, candidate.time.total) for candidate in reversed(front)]
 
 
 def draw_front(found: SearchResult, title: str) -> str:
@@ -120,13 +124,15 @@ def show_ways(job: Job, ways: Sequence[Way], before: Time, terminal: Terminal) -
     table.add_column("", overflow="fold")
     add_columns(table, ">", ">", ">")
     for number, way in enumerate(ways, start=1):
-        one = way.candidate
-        change = one.time.total / before.total - 1
+        candidate = way.candidate
+        change = candidate.time.total / before.total - 1
         times = f"{100 * change:+.0f} % time"
-        if one.job.layout.world_size != job.layout.world_size:
-            hours = one.time.total * one.job.layout.world_size / (before.total * job.layout.world_size) - 1
+        if candidate.job.layout.world_size != job.layout.world_size:
+            hours = candidate.time.total * candidate.job.layout.world_size / (before.total * job.layout.world_size) - 1
             times += f", {100 * hours:+.0f} % GPU-hours"
-        table.add_row(f"{number}.", way.text, bytes_text(one.memory.total), seconds_text(one.time.total), times)
+        table.add_row(
+            f"{number}.", way.text, bytes_text(candidate.memory.total), seconds_text(candidate.time.total), times
+        )
     terminal.print(table)
     against = f"what this layout would take on a GPU with enough memory ({seconds_text(before.total)})"
     say(terminal, f"time is against {against}", "dim")

@@ -109,7 +109,7 @@ def trace_memory(
         raise UserError(*answer["refused"])
     if "failed" in answer:
         raise RuntimeError(answer["failed"])
-    answer["collectives"] = tuple(Collectives(**one) for one in answer["collectives"])
+    answer["collectives"] = tuple(Collectives(**fields) for fields in answer["collectives"])
     return Traced(**answer)
 
 
@@ -137,7 +137,7 @@ def cross_check(traced: Traced, memories: Sequence[Memory]) -> list[Difference]:
     Slack is left out: a trace has no allocator. Logits stand with the activations and buffers with the parameters.
     Terms of a formula may come to more than its total: gradients come as activations go.
     """
-    memory = next(one for one in memories if one.stage == traced.stage)
+    memory = next(memory for memory in memories if memory.stage == traced.stage)
     terms = [
         Difference("parameters", memory.parameters, traced.parameters + traced.buffers),
         Difference("gradients", memory.gradients, traced.gradients),
@@ -151,9 +151,11 @@ def cross_check(traced: Traced, memories: Sequence[Memory]) -> list[Difference]:
 def cross_check_text(differences: Sequence[Difference]) -> str:
     """A table for people."""
     lines = [f"{'':14}{'formula':>12}{'traced':>12}{'off by':>9}"]
-    for one in differences:
-        share = "" if one.share is None else f"{100 * one.share:+.1f} %"
-        lines.append(f"{one.term:14}{one.formula / 1e9:9.3f} GB{one.traced / 1e9:9.3f} GB{share:>9}")
+    for difference in differences:
+        share = "" if difference.share is None else f"{100 * difference.share:+.1f} %"
+        lines.append(
+            f"{difference.term:14}{difference.formula / 1e9:9.3f} GB{difference.traced / 1e9:9.3f} GB{share:>9}"
+        )
     return "\n".join(lines)
 
 

@@ -86,8 +86,8 @@ def training_of_module(build_model: Callable[[], nn.Module], samples: Callable[[
     """A module alone, given its inputs as a tuple: what it returns is summed up, as the loss is not known."""
 
     def loss(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, int]:
-        returned = [one for one in tree_leaves(model(*inputs)) if isinstance(one, torch.Tensor)]
-        floats = [one.float().sum() for one in returned if one.is_floating_point()]
+        returned = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, torch.Tensor)]
+        floats = [leaf.float().sum() for leaf in returned if leaf.is_floating_point()]
         return torch.stack(floats).sum(), 1
 
     return TracedTraining(build_model, loss, samples)

@@ -76,12 +76,12 @@ class Storages:
             self._most, self.peak, self.peak_moment = self._total, dict(self.now), self.moment
 
     def _see_communication(self, func: Any, args: Any, kwargs: Any) -> None:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         axis = "fsdp"
         if func.namespace == "c10d":
             kind = name_of(func).strip("_").removesuffix("_")
             axis = self._axis_of(args)
-            largest = max((one.untyped_storage().nbytes() for one in tensors), default=0)
+            largest = max((tensor.untyped_storage().nbytes() for tensor in tensors), default=0)
             noted = self.collectives[kind, axis]
             noted[0] += 1
             noted[1] += largest
@@ -94,7 +94,7 @@ class Storages:
                 self.see(tensor, "gradients" if scattered else "communication")
 
     def _axis_of(self, args: Any) -> str:
-        for one in args:
-            if isinstance(one, torch.ScriptObject) and "ProcessGroup" in type_of(one):
-                return self._axes.get(dist.ProcessGroup.unbox(one).group_name, "data")
+        for value in args:
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in type_of(value):
+                return self._axes.get(dist.ProcessGroup.unbox(value).group_name, "data")
         return "data"

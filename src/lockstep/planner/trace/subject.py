@@ -54,13 +54,13 @@ def _training_of_function(named: str, where: str, function: str, sequence: int |
 
     def samples(count: int) -> Any:
         return tuple(
-            one.new_zeros((count, *one.shape[1:])) if isinstance(one, torch.Tensor) and one.dim() else one
-            for one in sample.arguments
+            value.new_zeros((count, *value.shape[1:])) if isinstance(value, torch.Tensor) and value.dim() else value
+            for value in sample.arguments
         )
 
     def module() -> nn.Module:
         found = build()
-        one: nn.Module = found[0] if isinstance(found, tuple) else found
-        return one
+        model: nn.Module = found[0] if isinstance(found, tuple) else found
+        return model
 
     return training_of_module(module, samples)
