@@ -15,7 +15,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.layout import Layout
 from lockstep.observe.monitor import Watching
-from tests.parity.defaults import basics
+from tests.parity.defaults import basics, coupled, draws
 from tests.parity.defaults.case import LAYOUTS, SEED, Case
 from tests.parity.defaults.cases import ALL, CASES
 from tests.parity.defaults.training import train
@@ -118,8 +118,13 @@ def cells(layout: str) -> list[Case]:
     return [case for case in ALL if layout in case.layouts]
 
 
-def is_quick(case: Case, layout: str) -> bool:
-    return layout in QUICK or (layout == "single" and case in basics.CASES)
+def marks_of(case: Case, layout: str) -> list[pytest.MarkDecorator]:
+    """Who waits for it. A third replica is for cases in which the number of ranks could matter."""
+    if layout in QUICK or (layout == "single" and case in basics.CASES):
+        return []
+    if layout == "dp=3" and case not in (*draws.CASES, *coupled.CASES):
+        return [pytest.mark.slow, pytest.mark.soak]
+    return [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,7 @@ def truth(ranks: RankPool) -> dict[str, tuple[list[float], list[float]]]:
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, id=f"{case.name}-{layout}", marks=[] if is_quick(case, layout) else pytest.mark.slow)
+        pytest.param(case, layout, id=f"{case.name}-{layout}", marks=marks_of(case, layout))
         for layout in LAYOUTS
         for case in cells(layout)
     ],
