@@ -11,6 +11,8 @@ from typing import get_args
 
 import pytest
 
+from lockstep.launch import queue
+from lockstep.launch.queue import JobState
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.serve import follow as follow_page
 from lockstep.record.folder import existing_runs, look_back
@@ -59,6 +61,8 @@ CASES: dict[str, tuple[list[Event], float, State]] = {
     "killed": (KILLED, SILENCE + 5, "lost"),
     "killed, and Slurm says why": ([*KILLED, job("TIMEOUT")], 5.0, "stopped"),
     "killed with its node": ([*KILLED, job("NODE_FAIL")], 5.0, "failed"),
+    "killed in its second start": ([*until(RESTARTED, of_kind("step", 2)), job("TIMEOUT")], 5.0, "stopped"),
+    "killed and requeued": ([*KILLED, job("PREEMPTED", 2), job("RUNNING", 2)], 5.0, "starting"),
     "a rank raised": (until(RESTARTED, of_kind("stop")), 5.0, "failed"),
     "the launcher starts it again": (until(RESTARTED, of_kind("failure")), 5.0, "restarting"),
     "the launcher has gone too": (until(RESTARTED, of_kind("failure")), SILENCE + 5, "failed"),
@@ -129,3 +133,23 @@ def test_damaged_lines_change_no_state_and_are_told(tmp_path: Path) -> None:
     listed = in_this_process(tmp_path, "jobs")
     assert "runs/lm  running" in listed.stdout
     assert f"{2 * len(lines)} lines are damaged in its events.jsonl, and passed over" in listed.stdout
+
+
+def test_a_log_that_cannot_be_read_does_not_empty_the_list(tmp_path: Path) -> None:
+    write_until_now(tmp_path / "runs" / "lm", KILLED, 5.0)
+    (tmp_path / "runs" / "odd" / "events.jsonl").mkdir(parents=True)
+    listed = in_this_process(tmp_path, "jobs")
+    assert "runs/lm  running" in listed.stdout
+    assert "runs/odd: cannot read its events.jsonl (is a directory)" in listed.stdout
+
+
+@pytest.mark.parametrize(("slurm", "state"), [("RUNNING", "starting"), ("FAILED", "failed"), ("PENDING", "queued")])
+def test_jobs_takes_slurms_word_where_it_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: str, state: State
+) -> None:
+    folder = write_until_now(tmp_path / "runs" / "lm", [job("PENDING")], 5.0)
+    monkeypatch.setattr(queue, "state_of", lambda number: JobState(number, slurm))
+    [line] = json.loads(in_this_process(tmp_path, "jobs", "--json").stdout)
+    assert (line["state"], line["job_state"]) == (state, slurm)
+    if state == "failed":
+        assert look_back(folder).state(time.time()) == state, "it is in the log now, for everybody"

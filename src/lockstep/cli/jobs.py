@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from lockstep.cli import options as opt
 from lockstep.cli.answers import answer, open_terminal, plain_table, say
-from lockstep.errors import UserError
+from lockstep.errors import UserError, reason
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,20 @@ def jobs_command(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", "name the folder that holds your runs")
-    found = sorted(
-        (_line(path) for folder in folders for path in folder.iterdir() if (path / EVENTS).exists()),
-        key=lambda line: line.changed,
-    )
+    found: list[RunLine] = []
+    unreadable: list[str] = []
+    for path in (path for folder in folders for path in folder.iterdir() if (path / EVENTS).exists()):
+        try:
+            found.append(_line(path))
+        except OSError as error:  # the others are there all the same
+            unreadable.append(f"{path}: cannot read its {EVENTS} ({reason(error)})")
+    found.sort(key=lambda line: line.changed)
     if as_json:
         answer([asdict(line) for line in found])
         return 0
     terminal = open_terminal()
+    for text in unreadable:
+        say(terminal, text, style="yellow")
     if not found:
         terminal.print(f"no runs in {', '.join(map(str, folders))}")
         return 0
@@ -71,18 +78,15 @@ def _line(path: Path) -> RunLine:
     from lockstep.launch.queue import state_of
     from lockstep.record.folder import RunFolder, look_back
 
-    folder, run = RunFolder(path, 1), look_back(path)
-    job_state = run.job_state
-    if run.job is not None and job_state in ("PENDING", "RUNNING") and (slurm := state_of(run.job)) is not None:
-        job_state = slurm.state
+    run, now = look_back(path), time.time()
+    if run.job is not None and run.job_state in ("PENDING", "RUNNING") and (slurm := state_of(run.job)) is not None:
+        if slurm.state != run.job_state:
+            run.take({"time": now, "kind": "job", "attempt": max(1, run.attempt), **slurm.event})
         if slurm.is_over:
-            note_end(folder, slurm)
-            run = look_back(path)
-    state = run.state(time.time())
-    step = run.step or None
-    return RunLine(
-        str(path), state, step, run.total_steps, run.loss, run.starts, run.job, job_state, run.changed, run.damaged
-    )
+            with suppress(OSError):  # somebody else's run
+                note_end(RunFolder(path, 1), slurm)
+    progress = (run.step or None, run.total_steps, run.loss, run.starts)
+    return RunLine(str(path), run.state(now), *progress, run.job, run.job_state, run.changed, run.damaged)
 
 
 def _ago(when: float) -> str:

@@ -88,6 +88,7 @@ class JobWord:
 
     state: str = ""
     time: float = 0.0
+    attempt: int = 0
 
 
 NO_WORD = JobWord()
@@ -97,9 +98,10 @@ def state_of(newest: AttemptState | None, job: JobWord, now: float, changed: flo
     """The state of a run: from its newest attempt, Slurm's word after it, and when the log was last written."""
     if job.state in WAITING:
         return "queued"
-    if job.state and job.state not in OVER and (newest is None or newest.ending is not None):
+    is_new_start = newest is None or newest.ending is not None or job.attempt > newest.number
+    if job.state and job.state not in OVER and is_new_start:
         return "starting" if now - job.time <= SILENCE else "lost"
-    if newest is not None:
+    if newest is not None and (newest.ending is not None or job.state not in OVER):
         return newest.state(now)
     if job.state:
         return OVER[job.state]
@@ -177,7 +179,7 @@ class RunState:
 
     def _take_job(self, event: Mapping[str, Any], time: float) -> None:
         self.job, self.job_state = str(event.get("id")), str(event.get("state"))
-        self._job_word = JobWord(self.job_state, time)
+        self._job_word = JobWord(self.job_state, time, event["attempt"])
         if self.newest is not None and event["attempt"] == self.newest.number:
             self.newest.hear_job(self.job, self.job_state)
 

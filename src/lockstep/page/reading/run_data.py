@@ -368,7 +368,7 @@ class Digest:
         state, job = text(event, "state", 40), text(event, "id", 60)
         nodes, reason = text(event, "nodes"), text(event, "reason")
         self._attempt.hear_job(job, state)
-        self.job_word = JobWord(state, self._time)
+        self.job_word = JobWord(state, self._time, event["attempt"])
         more = "".join(f", {part}" for part in (nodes and f"on {nodes}", reason if reason != "None" else "") if part)
         self._say("info", "job", f"Slurm job {job} is {state}{more}")
 
