@@ -92,6 +92,18 @@ def test_a_comparison_comes_before_the_runs_and_each_run_begins_a_page(tmp_path:
     assert begins[0] > 0
 
 
+def test_words_that_do_not_fit_are_left_out_of_bars_also_in_tabs_nobody_has_opened(open_page: OpenPage) -> None:
+    tab = open_page(example.comparison_page(steps=300))
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    too_long = """[...document.querySelectorAll(".share")].filter((share) => {
+      const words = share.firstElementChild;
+      return words.textContent && words.offsetWidth > share.clientWidth;
+    }).map((share) => share.textContent)"""
+    assert tab.locator(".shares-bar").count() == 3
+    assert tab.evaluate(too_long) == []
+    assert tab.locator(".share").filter(has_text="%").count() >= 3
+
+
 def test_no_panel_is_broken_over_two_pages_but_those_that_may_be_longer_than_one(open_page: OpenPage) -> None:
     tab = open_page(example.example_page(steps=300))
     tab.emulate_media(media="print")

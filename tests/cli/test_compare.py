@@ -23,7 +23,7 @@ from tests.unit.test_events import EXAMPLES
         (["--layouts", "single; dp=2; dp=2"], "--layouts names dp=2 twice"),
         (["--layouts", "single; dp=2,fsdp=1; dp=2"], "--layouts names dp=2 twice"),
         (["--layouts", "single; pd=2"], "unknown axis in layout 'pd=2'"),
-        (["--layouts", "single; naive"], "did you mean 'naive-mp'?"),
+        (["--layouts", "single; singel"], "unknown layout 'singel': did you mean 'single'?"),
         (["--layouts", "single, dp=2"], "with ; between them"),
         (["--layouts", "single; dp=auto"], "leaves the number of processes open"),
         (["--layouts", "single; pp=2,cp=2"], "has both cp and pp"),

@@ -45,7 +45,7 @@ def _read(name: str) -> Layout:
             "benchmarks/baselines.py of Lockstep's repository measures it; leave it out here",
         )
     if "=" not in name and name != "single":
-        raise unknown("layout", name, ["single", *BASELINES, *(f"{axis}=2" for axis in AXES)])
+        raise unknown("layout", name, ["single", *(f"{axis}=2" for axis in AXES)])
     layout = Layout.parse(name)
     if layout.auto:
         raise UserError(

@@ -102,6 +102,7 @@ export function sharesPanel(first) {
   const watcher = new ResizeObserver(() => requestAnimationFrame(name));
   watcher.observe(bar);
   draw();
+  queueMicrotask(name); // what is made for printing is in the page only now
   return {
     element,
     update(newPanel) {
