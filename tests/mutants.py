@@ -42,15 +42,15 @@ class Mutant:
     wrong: str
     tests: tuple[str, ...]
 
-    @property
-    def path(self) -> str:
-        """The file in the repository."""
-        return f"src/lockstep/{self.file}"
-
-    def is_there(self, root: Path) -> bool:
-        """Whether the right text stands in its file exactly once."""
-        path = root / self.path
-        return path.is_file() and path.read_text(encoding="utf-8").count(self.right) == 1
+    def place(self, root: Path) -> Path | None:
+        """The file with the right text, exactly once: its own, or else the only one of the package that has it."""
+        package = root / "src" / "lockstep"
+        own = package / self.file
+        for files in ([own] if own.is_file() else [], sorted(package.rglob("*.py"))):
+            counts = {path: path.read_text(encoding="utf-8").count(self.right) for path in files}
+            if sum(counts.values()) == 1:
+                return max(counts, key=lambda path: counts[path])
+        return None
 
 
 MUTANTS = (
@@ -489,7 +489,8 @@ def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def plant(mutant: Mutant, root: Path) -> str:
     """Plant one fault in a copy, run its tests, and take it out again: "caught", "slipped", or what is wrong."""
-    path = root / mutant.path
+    path = mutant.place(root)
+    assert path is not None
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(mutant.right, mutant.wrong), encoding="utf-8")
     try:
@@ -512,9 +513,13 @@ def main() -> int:
     chosen = parser.parse_args()
     parts = [part.strip() for part in chosen.only.split(",")]
     mutants = [mutant for mutant in MUTANTS if any(part in mutant.name or part in mutant.file for part in parts)]
-    gone = [mutant for mutant in mutants if not mutant.is_there(ROOT)]
-    for mutant in gone:
-        print(f"GONE     {mutant.name}: its text is not exactly once in {mutant.path}", flush=True)
+    places = {mutant: mutant.place(ROOT) for mutant in mutants}
+    gone = [mutant for mutant in mutants if places[mutant] is None]
+    for mutant, place in places.items():
+        if place is None:
+            print(f"GONE     {mutant.name}: its text is not exactly once in {mutant.file}, nor elsewhere", flush=True)
+        elif place != ROOT / "src" / "lockstep" / mutant.file:
+            print(f"MOVED    {mutant.name}: from {mutant.file} to {place.relative_to(ROOT)}", flush=True)
     mutants = [mutant for mutant in mutants if mutant not in gone]
     if chosen.list:
         print(f"{len(mutants)} faults can be planted, {len(gone)} cannot")

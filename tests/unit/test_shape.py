@@ -40,12 +40,12 @@ KEYWORD_APIS = {
 }
 """Functions with more parameters than that, all of them public and called by keyword."""
 
-NOT_YET_LINES = 56_137
+NOT_YET_LINES = 56_094
 NOT_YET_ATTRIBUTES = 10
 NOT_YET_MOCKED: set[str] = set()
 NOT_YET_FOLDERS: set[str] = set()
 NOT_YET_PARAMETERS = {"checkpoint/manage.py Checkpoints.save", "run.py Run.__init__"}
-NOT_YET_FILES = {"build", "show"}
+NOT_YET_FILES = {"build", "show", "step"}
 NOT_YET_CLASSES = {"Axis", "Recording", "Series", "Steps"}
 
 
