@@ -1,6 +1,6 @@
 """Which tests wait for CI, and for which not even CI has time, because others show nearly the same in less.
 
-`make test` has ten minutes on two cores, all of CI forty. Entries are beginnings of node ids; conftest.py marks them.
+`make test` has eight minutes on two cores, all of CI 35. Entries are beginnings of node ids; conftest.py marks them.
 """
 
 from __future__ import annotations
