@@ -90,8 +90,8 @@ def write(folder: Path, steps: int, ranks: int) -> None:
 def measure(folder: Path) -> None:
     """In a process of its own: make the page and say what that took."""
     began = time.perf_counter()
-    from lockstep.page.build import build_page
     from lockstep.page.html import page_html
+    from lockstep.page.make_page import build_page
     from lockstep.page.panels import as_json
 
     page = build_page([folder])

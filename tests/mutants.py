@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: the loss scale stays in the gradients",
-        "training/step.py",
+        "training/do_step.py",
         "factor = derived_of / (weight * loss_scale)",
         "factor = derived_of / weight",
         ("tests/parity/test_precision.py::test_the_loss_scale_is_in_no_gradient_and_no_norm[single]",),

@@ -34,12 +34,12 @@ from lockstep.parallel.tensor.context import cut_sequences
 from lockstep.parallel.train_state import TrainState
 from lockstep.runtime.comm import Comm
 from lockstep.step.scoring import Metric, MetricFunction
+from lockstep.training.do_step import check_last_gradient, do_step
 from lockstep.training.engine_parts import Around, EngineParts, StepResult
 from lockstep.training.forwards import Forwards
 from lockstep.training.prepare import look_with, make_parts, make_state
 from lockstep.training.scores import score_all, scoring
 from lockstep.training.setup import LossFunction, Setup
-from lockstep.training.step import check_last_gradient, do_step
 from lockstep.training.tries import Tried, rounding_of, try_forward, try_gradients
 
 __all__ = ["Engine", "LossFunction", "StepResult"]

@@ -31,7 +31,7 @@ from lockstep.record.folder import (
     with_script,
 )
 from lockstep.record.identity import LocalCode, check_all_alike, facts_of
-from lockstep.run import Run
+from lockstep.run import Beginning, Run
 from lockstep.runtime.comm import Comm, meet
 from lockstep.runtime.device import backend_for, choose_device
 from lockstep.runtime.process import set_threads
@@ -130,15 +130,8 @@ def init(
     verify = VerifySettings(**launch["verify"]) if "verify" in launch else None
     try:
         with kept_random_state():  # some libraries draw when rank 0 opens its log
-            run = Run(
-                *(comm, resolved, chosen, config, folder, code),
-                resume=resume,
-                launch=launch,
-                locks=locks,
-                made=made,
-                verify=verify,
-                code_may_differ=code_may_differ,
-            )
+            start = Beginning(resume, launch, locks, made, verify, code_may_differ)
+            run = Run(comm, resolved, chosen, config, folder, code, start)
     except UserError:  # a checkpoint that cannot be gone on from
         if made:
             take_back(folder, made)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.checkpoint.disk.code import refuse_changed_code
 from lockstep.checkpoint.disk.format import Group, open_or_refuse, step_folder
 from lockstep.checkpoint.exchange.export import check_target, export
-from lockstep.checkpoint.manage import Checkpoints
+from lockstep.checkpoint.manage import Checkpoints, SavedBeside
 from lockstep.checkpoint.resume import cut_as_before
 from lockstep.checkpoint.state import check_groups, optimizer_groups
 from lockstep.config.arguments import check_counts, check_dataset, check_setup, checked_builder, named
@@ -93,6 +93,7 @@ from lockstep.runtime.device import unused_gpus
 from lockstep.runtime.dtensors import local_part
 from lockstep.runtime.garbage import GarbageCollection
 from lockstep.runtime.rank_env import AGREED, cpus_per_rank
+from lockstep.runtime.torch_private.seen import require
 from lockstep.step.optim import OptimizerFactory, Schedule
 from lockstep.step.precision import check_can_compute
 from lockstep.step.scoring import Metric, MetricFunction, Perplexity
@@ -106,6 +107,21 @@ from lockstep.trial.settle import LoaderPlan, check_still_uncoupled, coupled_sco
 MOST_WORKERS = 8
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """How this start of a run came about: what its launcher told, where it goes on, and what it made and holds.
+
+    `made` are folders that this process made, where no launcher of ours did, and `locks` keep others from the run.
+    """
+
+    resume: str
+    launch: Mapping[str, Any]
+    locks: Sequence[IO[str]] = ()
+    made: Sequence[Path] = ()
+    verify: VerifySettings | None = None
+    code_may_differ: bool = False
+
+
 class Run:
     """One training, from start to end over all its restarts, as one rank sees it."""
 
@@ -117,14 +133,9 @@ class Run:
         config: LaunchConfig,
         folder: RunFolder,
         code: LocalCode,
-        *,
-        resume: str,
-        launch: Mapping[str, Any],
-        locks: Sequence[IO[str]],
-        made: Sequence[Path] = (),
-        verify: VerifySettings | None = None,
-        code_may_differ: bool = False,
+        start: Beginning,
     ) -> None:
+        launch = start.launch
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.is_main = comm.rank == 0
@@ -142,10 +153,8 @@ class Run:
         self._comm = comm
         self._config = config
         self._code = code
-        self._code_may_differ = code_may_differ
-        self._locks = locks
-        self._made = list(made)  # folders that this process made, where no launcher of ours did
-        self._recorder = Recorder(verify, layout, comm.rank) if verify else None
+        self._start = start
+        self._recorder = Recorder(start.verify, layout, comm.rank) if start.verify else None
         self._announced = self._closed = False
         self._tried: tuple[Read, int] | None = None  # samples to try out again
         self._are_coupled: dict[tuple[Any, ...], tuple[bool, Any]] = {}  # metrics of an evaluation
@@ -171,7 +180,7 @@ class Run:
         self._watchdog = Watchdog(comm, 60 * config.timeout_minutes, folder.path, launch)
         try:
             warn = partial(self.message, level="warning")
-            self._checkpoints = Checkpoints(folder, resume, self.seed, comm, warn)
+            self._checkpoints = Checkpoints(folder, start.resume, self.seed, comm, warn)
         except BaseException:
             self.leave()
             raise
@@ -459,10 +468,12 @@ class Run:
         loss = self.journal.last_loss
         self._checkpoints.save(
             engine.state,
-            loaders=self._progress.positions,
-            code=self._code.files(),
-            loss=loss if math.isfinite(loss) else None,
-            metrics=without_non_finite(self.journal.last_metrics),
+            SavedBeside(
+                self._progress.positions,
+                self._code.files(),
+                loss if math.isfinite(loss) else None,
+                without_non_finite(self.journal.last_metrics),
+            ),
             best_loss=best_loss,
             emergency=emergency,
             wait=wait,
@@ -557,7 +568,7 @@ class Run:
             everything.callback(self.requests.close)  # last: until then a stop changes nothing
             if self.is_main and self._announced and not self._launch:  # else the launcher writes it
                 everything.callback(self._report)
-            for lock in self._locks:
+            for lock in self._start.locks:
                 everything.callback(lock.close)
             everything.callback(process.put_back)
             everything.callback(self._undo_output)
@@ -610,13 +621,13 @@ class Run:
     def _leave_after(self, error: BaseException) -> None:
         """An error ends the script; one that refused it before anything was begun leaves nothing behind."""
         is_refused = isinstance(error, UserError) and not (self._announced or self._launch or self._closed)
-        takes_back = is_refused and refused_alike(self._comm, error) and bool(self._made)
+        takes_back = is_refused and refused_alike(self._comm, error) and bool(self._start.made)
         with suppress(Exception):  # the script's own error is the one to show
             if not takes_back and not isinstance(error, SystemExit | KeyboardInterrupt):
                 self.journal.failure(self._steps_done, error)
         self.leave()
         if takes_back:
-            take_back(self.folder, self._made)
+            take_back(self.folder, list(self._start.made))
 
     # What the trainer calls too -----------------------------------------------------------------------------------
 
@@ -703,7 +714,7 @@ class Run:
         """Before a dataset is read for the first time: it is the same everywhere, and so is what was imported since."""
         now, before, step = self._code.files(), self._checkpoints.code, self._checkpoints.step
         self._data.check(where, dataset, call, now, reading)
-        if before and not self._code_may_differ:
+        if before and not self._start.code_may_differ:
             self._comm.agree(lambda: refuse_changed_code(step, before, now))
 
     @property
@@ -882,6 +893,7 @@ class Run:
             if coming is not None and coming.micro_batches:
                 self._watching.show(engine, coming.micro_batches[0])
             self._watching.tell_flops(engine)
+        require("random draws")  # after FLOPs were counted: no fork can derive anything once this process has
         if engine.setup.settings.compile != "off":
             self.status("compiling: the first steps take longer")
         if line := batch_norm_line(

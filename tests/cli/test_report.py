@@ -215,7 +215,7 @@ def test_at_the_end_of_a_run_nothing_that_goes_wrong_is_more_than_a_line(
     assert leave_report(made) == ""
 
     for failure in (KeyError("x"), MemoryError(), RecursionError("deep\nstack")):
-        monkeypatch.setattr("lockstep.page.build.page_of", mock.Mock(side_effect=failure))
+        monkeypatch.setattr("lockstep.page.make_page.page_of", mock.Mock(side_effect=failure))
         line = leave_report(made)
         assert line.startswith("no report: ")
         assert "\n" not in line

@@ -42,8 +42,8 @@ from lockstep.record.folder import RunFolder, create_folder
 from lockstep.runtime.axis import Axis
 from lockstep.runtime.comm import Comm
 from lockstep.step.grads import global_norm, gradient_scale
+from lockstep.training import do_step as update
 from lockstep.training import forwards
-from lockstep.training import step as update
 from lockstep.training.engine_parts import EngineParts
 from tests.marks import others_slow
 from tests.parity.problems import (

@@ -168,7 +168,7 @@ def test_a_run_that_waits_in_the_queue_is_not_submitted_twice(slurm: Cluster, tm
         assert again.returncode == 2
         assert f"is job {job.number} already, which is pending" in again.stderr
         listed = slurm.run(*LOCKSTEP, "jobs", cwd=tmp_path)
-        assert "waiting" in listed.stdout
+        assert "queued" in listed.stdout
         assert f"{job.number} pending" in listed.stdout
     finally:
         slurm.run("scancel", job.number)

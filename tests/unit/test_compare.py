@@ -21,7 +21,7 @@ from lockstep.compare.table import (
 )
 from lockstep.errors import UserError
 from lockstep.layout import Layout
-from lockstep.text.charts import Series
+from lockstep.text.charts import ChartLine
 from tests.events import Event
 
 SINGLE, DP2, DP4 = (Layout(dp=count) for count in (1, 2, 4))
@@ -171,9 +171,9 @@ def test_a_machine_that_others_use_is_said() -> None:
 
 
 def test_the_chart_has_a_line_for_each_kind_of_layout_and_the_ideal_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[list[Series]] = []
+    drawn: list[list[ChartLine]] = []
 
-    def draw(_title: str, x_label: str, _y: str, series: list[Series]) -> str:
+    def draw(_title: str, x_label: str, _y: str, series: list[ChartLine]) -> str:
         assert x_label == "devices"
         drawn.append(series)
         return "<svg/>"
@@ -187,7 +187,7 @@ def test_the_chart_has_a_line_for_each_kind_of_layout_and_the_ideal_one(monkeypa
         same_training=True,
     )
     assert draw_chart(LayoutTable("lm", True, "tokens", 2, rows, [])) == "<svg/>"
-    assert drawn == [[Series("dp", [(1, 1.0), (2, 1.6), (4, 2.5)]), Series("ideal", [(1, 1.0), (4, 4.0)])]]
+    assert drawn == [[ChartLine("dp", [(1, 1.0), (2, 1.6), (4, 2.5)]), ChartLine("ideal", [(1, 1.0), (4, 4.0)])]]
 
 
 def test_programs_get_all_of_it() -> None:

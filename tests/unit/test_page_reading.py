@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.page.build import build_page
+from lockstep.page.make_page import build_page
 from lockstep.page.panels import RunPage, as_json
 from lockstep.page.reading.reader import RunReader
 from lockstep.page.reading.summary import Summary

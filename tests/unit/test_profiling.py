@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.observe.profiling import Profiler, Recording
+from lockstep.observe.profiling import Profiler, TraceRecording
 
 
 @pytest.mark.parametrize(("device", "told", "found"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)])
@@ -24,7 +24,7 @@ def test_cupti_is_detached_after_a_profile_on_a_gpu_unless_the_user_says_otherwi
         monkeypatch.delenv("TEARDOWN_CUPTI")
     engine: Any = SimpleNamespace(pipeline=None)
     with mock.patch("lockstep.observe.profiling.profile"):
-        Recording(engine, torch.device(device), with_stacks=True)
+        TraceRecording(engine, torch.device(device), with_stacks=True)
     assert os.environ.get("TEARDOWN_CUPTI") == found
 
 
@@ -38,7 +38,7 @@ def test_stacks_are_recorded_of_a_few_steps_and_not_in_a_pipeline(
     engine: Any = SimpleNamespace(pipeline=pipeline)
     with (
         mock.patch("lockstep.observe.profiling.profile") as made,
-        mock.patch("lockstep.observe.profiling.Recording.begin_step"),
+        mock.patch("lockstep.observe.profiling.TraceRecording.begin_step"),
     ):
         profiler.begin_step(3, engine)
     assert made.call_args.kwargs["with_stack"] is found
@@ -47,11 +47,11 @@ def test_stacks_are_recorded_of_a_few_steps_and_not_in_a_pipeline(
 RECORD = """
 from types import SimpleNamespace
 import torch
-from lockstep.observe.profiling import Recording
+from lockstep.observe.profiling import TraceRecording
 
 cpu, optimizer = torch.device("cpu"), SimpleNamespace(state={})
 engine = SimpleNamespace(pipeline=None, stored=[], buffers=[], optimizer=optimizer, device=cpu)
-recording = Recording(engine, cpu, with_stacks=True)
+recording = TraceRecording(engine, cpu, with_stacks=True)
 recording.begin_step(1)
 torch.ones(2) + 1
 recording.close()

@@ -18,7 +18,8 @@ from typing import Any
 import lockstep
 
 PACKAGE = Path(lockstep.__path__[0])
-FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+PATHS = [path for path in sorted(PACKAGE.rglob("*.py")) if "node_modules" not in path.parts]
+FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in PATHS}
 
 MOST_LINES = 45_000
 MOST_MODULES_IN_THE_ROOT = 12
@@ -40,13 +41,13 @@ KEYWORD_APIS = {
 }
 """Functions with more parameters than that, all of them public and called by keyword."""
 
-NOT_YET_LINES = 56_094
+NOT_YET_LINES = 56_113
 NOT_YET_ATTRIBUTES = 10
 NOT_YET_MOCKED: set[str] = set()
 NOT_YET_FOLDERS: set[str] = set()
-NOT_YET_PARAMETERS = {"checkpoint/manage.py Checkpoints.save", "run.py Run.__init__"}
-NOT_YET_FILES = {"build", "show", "step"}
-NOT_YET_CLASSES = {"Axis", "Recording", "Series", "Steps"}
+NOT_YET_PARAMETERS: set[str] = set()
+NOT_YET_FILES: set[str] = set()
+NOT_YET_CLASSES: set[str] = set()
 
 
 def test_the_package_can_be_read() -> None:

@@ -14,9 +14,11 @@ from lockstep.page.report import leave_report
 from lockstep.record.folder import RunFolder
 
 
-def test_what_to_try_next_means_the_files_it_names() -> None:
+def test_what_to_try_next_means_the_files_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     said = io.StringIO()
     run, config = Path("a b") / "<x>", "my runs/$x.toml"
+    (run / "tb").mkdir(parents=True)
     _next_commands(RunFolder(run, 1), config, [], ("fsdp=2", "less memory"), Terminal(file=said, width=500))
     lines = [shlex.split(line.split("   ")[0]) for line in said.getvalue().splitlines() if line.startswith("  ")]
     assert lines[0][1:4] == ["train", config, "--layout"]

@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ SECONDS_TO_COMPLETE = 8.0
 
 BYTES_PER_SECOND = 100e6
 """How fast a disk is taken to be before the first checkpoint has shown it."""
+
+
+@dataclass(frozen=True)
+class SavedBeside:
+    """What a checkpoint holds of a run beside its training: where its loaders are, its code, and its last numbers."""
+
+    loaders: Mapping[str, Any]
+    code: dict[str, str]
+    loss: float | None
+    metrics: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -179,11 +190,8 @@ class Checkpoints:
     def save(
         self,
         state: TrainState,
+        of_run: SavedBeside,
         *,
-        loaders: Mapping[str, Any],
-        code: dict[str, str],
-        loss: float | None,
-        metrics: Mapping[str, Any],
         best_loss: float | None,
         emergency: str | None = None,
         wait: bool,
@@ -201,7 +209,7 @@ class Checkpoints:
         best = Best(step=self.best[0], loss=self.best[1]) if self.best else None
         if self.saved_step == step:
             if best_loss is not None:
-                changes = {"best": best, "metrics": dict(metrics)}
+                changes = {"best": best, "metrics": dict(of_run.metrics)}
                 self._comm.once("mark the best checkpoint", lambda: self._mark(step, changes))
             return
         kept, tensors, digests = self.kept.collect()
@@ -213,9 +221,9 @@ class Checkpoints:
         training = Training(
             seed=self._seed,
             skipped=state.steps_skipped,
-            loaders={name: fmt.LoaderState(**state) for name, state in loaders.items()},
-            loss=loss,
-            metrics=dict(metrics),
+            loaders={name: fmt.LoaderState(**state) for name, state in of_run.loaders.items()},
+            loss=of_run.loss,
+            metrics=dict(of_run.metrics),
             best=best,
             loss_scale=state.loss_scale.state() if state.loss_scale else None,
             attention=None if state.measures_attention else state.attention or "as torch chooses",
@@ -223,7 +231,7 @@ class Checkpoints:
             emergency=emergency,
             recent_losses=state.spikes.state(),
             kept=kept,
-            code=code,
+            code=of_run.code,
         )
         index = Index(
             format=fmt.FORMAT,

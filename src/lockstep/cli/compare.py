@@ -201,7 +201,7 @@ def _finish(
     scaling: LayoutTable, stopped: int, chart: Path | None, page: Path | None, as_json: bool, terminal: Terminal
 ) -> int:
     """Show the table, with what it does not say by itself; returns the exit code."""
-    from lockstep.compare.show import show_table
+    from lockstep.compare.print_table import show_table
     from lockstep.compare.table import draw_chart, to_json
 
     show_table(scaling, terminal)

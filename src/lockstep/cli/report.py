@@ -33,7 +33,7 @@ def report_command(
     ] = False,
 ) -> int:
     """Write what a run did into one file that opens anywhere: where the time went, and what to change."""
-    from lockstep.page.build import build_page
+    from lockstep.page.make_page import build_page
     from lockstep.page.panels import as_json as page_data
     from lockstep.page.paper import find_browser
     from lockstep.page.report import write_page

@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.layout import AXES, Layout
 from lockstep.record.events import Event, RanksEvent, StartEvent, StepEvent
 from lockstep.record.log import without_non_finite
-from lockstep.text.charts import Series, line_chart
+from lockstep.text.charts import ChartLine, line_chart
 from lockstep.text.units import how_many
 
 MOST_WARM_UP_STEPS = 5
@@ -251,8 +251,8 @@ def draw_chart(scaling: LayoutTable) -> str:
     base = scaling.rows[0].layout
     most = max(row.layout.world_size for row in scaling.rows)
     begin = (float(base.world_size), 1.0)
-    series = [Series(kind, sorted([begin, *points])) for kind, points in speed_ups(scaling).items()]
-    ideal = Series("ideal", [(base.world_size, 1.0), (most, most / base.world_size)])
+    series = [ChartLine(kind, sorted([begin, *points])) for kind, points in speed_ups(scaling).items()]
+    ideal = ChartLine("ideal", [(base.world_size, 1.0), (most, most / base.world_size)])
     return line_chart(scaling.title, "devices", f"speed-up against {base}", [*series, ideal])
 
 

@@ -13,7 +13,7 @@ MOST_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepRange:
     """Steps of a run from `first` to `last`, both included; the first step of a run is 1."""
 
     first: int
@@ -23,12 +23,12 @@ class Steps:
         return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
 
 
-def parse_steps(text: str) -> Steps:
+def parse_steps(text: str) -> StepRange:
     """The steps of "10-12" or "10"; another text is a ValueError with the fix."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if found is None:
         raise ValueError(f"profile is {text!r}: write the steps as FIRST-LAST, such as 10-12, or one step, such as 10")
-    steps = Steps(int(found[1]), int(found[2] or found[1]))
+    steps = StepRange(int(found[1]), int(found[2] or found[1]))
     if steps.first < 1:
         raise ValueError(f"profile is {text!r}: the first step of a run is 1")
     if steps.last < steps.first:

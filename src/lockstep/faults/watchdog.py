@@ -56,6 +56,7 @@ WAITS = (
     f"{OWN_CODE}/runtime/comm.py",
     f"{OWN_CODE}/runtime/notices.py",
     f"{OWN_CODE}/observe/clock.py",
+    f"{OWN_CODE}/runtime/torch_private/waits.py",
     f"{OWN_CODE}/parallel/",
     f"{OWN_CODE}/checkpoint/",
 )

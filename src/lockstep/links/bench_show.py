@@ -11,7 +11,7 @@ from rich.table import Table
 from lockstep.links.collective_cost import bus_factor
 from lockstep.links.measured import Bench, Fit, Pair, Row, Speed, medians
 from lockstep.links.slow_links import SLOW, good_speed, node_names
-from lockstep.text.charts import Series, line_chart, terminal_chart
+from lockstep.text.charts import ChartLine, line_chart, terminal_chart
 from lockstep.text.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def show_pairs(
 
 def show_chart(bench: Bench, terminal: Terminal) -> None:
     """The bus bandwidth of the all-reduce, in characters, where the terminal has them."""
-    series = [Series(axis, points) for axis, points in _bandwidths(bench, "all-reduce").items() if len(points) > 1]
+    series = [ChartLine(axis, points) for axis, points in _bandwidths(bench, "all-reduce").items() if len(points) > 1]
     if series and terminal.encoding.lower().startswith("utf"):
         over = f"axis {series[0].name}" if len(series) == 1 else "each axis"
         terminal.print(f"\n[bold]all-reduce over {over}, busbw in GB/s[/]")
@@ -135,7 +135,7 @@ def draw_charts(bench: Bench, path: Path) -> dict[Path, str]:
         lines = {
             name: _bandwidths(bench, name).get(axis, []) for name in dict.fromkeys(r.collective for r in bench.rows)
         }
-        series = [Series(name, points) for name, points in lines.items() if points]
+        series = [ChartLine(name, points) for name, points in lines.items() if points]
         title = f"Bus bandwidth of {bench.layout} over {bench.backend}" + (f": {axis}" if len(axes) > 1 else "")
         own = path.with_stem(f"{path.stem}-{axis}") if len(axes) > 1 else path
         found[own] = line_chart(title, "bytes of a buffer", "GB/s", series, log_x=True, x_format=bytes_text)

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.config.selection import Steps, parse_ranks, parse_steps
+from lockstep.config.selection import StepRange, parse_ranks, parse_steps
 from lockstep.engine import Engine
 from lockstep.observe.trace_digest import STEP, digest_trace
 from lockstep.observe.trace_memory import is_allocation
@@ -55,7 +55,7 @@ class Profiler:
     """Which steps of a run are profiled, and what this rank records of them."""
 
     def __init__(self, steps: str | None, ranks: str, rank: int, world_size: int, device: torch.device) -> None:
-        self.steps: Steps | None = parse_steps(steps) if steps else None
+        self.steps: StepRange | None = parse_steps(steps) if steps else None
         """What is still to be profiled."""
         asked = parse_ranks(ranks)
         chosen: Sequence[int] = range(world_size) if asked is None else asked
@@ -67,7 +67,7 @@ class Profiler:
         # CUPTI is slow at first: it is switched on one step before.
         self._warm_up = 1 if device.type == "cuda" else 0
         self._first: int | None = None
-        self._recording: Recording | None = None
+        self._recording: TraceRecording | None = None
         self._failure: str | None = None
 
     def out_of_reach(self, steps_done: int, total_steps: int | None) -> Iterator[str]:
@@ -100,7 +100,7 @@ class Profiler:
         with self._noting_failure():
             if self._recording is None:
                 few = self.steps.last - self.steps.first < MOST_STEPS_WITH_STACKS
-                self._recording = Recording(engine, self._device, with_stacks=few)
+                self._recording = TraceRecording(engine, self._device, with_stacks=few)
             if is_profiled:
                 self._recording.begin_step(step)
 
@@ -160,7 +160,7 @@ class Profiler:
                     recording.close()
 
 
-class Recording:
+class TraceRecording:
     """The profiler at work on one rank: made ready, then switched on with the first step that counts."""
 
     def __init__(self, engine: Engine, device: torch.device, *, with_stacks: bool) -> None:

@@ -1,7 +1,7 @@
 """What a torch.profiler trace says of memory: how much was held over time, the biggest tensors at the peak.
 
-The profiler notes every block that is allocated and freed while it records. What was there before, `Recording` adds to
-the trace: weights, gradients and the optimizer's state, by name.
+The profiler notes every block that is allocated and freed while it records. What was there before,
+`TraceRecording` adds to the trace: weights, gradients and the optimizer's state, by name.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MOST_BYTES = 2_000_000_000
 
 def write_report(folder: Path, target: Path | None = None) -> Path:
     """Write the report of one run, by default into its folder; returns where it is."""
-    from lockstep.page.build import build_page
+    from lockstep.page.make_page import build_page
 
     target = target or folder / REPORT
     write_page(build_page([folder]), target)
@@ -59,7 +59,7 @@ def leave_report(folder: Path, reader: RunReader | None = None) -> str:
 
     What `reader` has taken in of the log is not read again, nor by whoever is given it afterwards.
     """
-    from lockstep.page.build import page_of
+    from lockstep.page.make_page import page_of
     from lockstep.page.reading.reader import RunReader
 
     again = f"lockstep report {shlex.quote(str(folder))}"

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, reason
-from lockstep.page.build import page_of
 from lockstep.page.html import content_security_policy, page_html
+from lockstep.page.make_page import page_of
 from lockstep.page.panels import Headline, Page, RunPage, as_json
 from lockstep.page.reading.reader import RunReader
 from lockstep.record.folder import EVENTS

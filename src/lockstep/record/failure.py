@@ -68,6 +68,7 @@ BETWEEN_RANKS = (
     f"{OWN_CODE}/observe/clock.py",
     f"{OWN_CODE}/parallel/",
     f"{OWN_CODE}/checkpoint/",
+    f"{OWN_CODE}/training/",
     f"{OWN_CODE}/engine.py",
 )
 """Code of ours that hears of other ranks. What a script says of connections is about its own."""

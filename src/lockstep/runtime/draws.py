@@ -35,7 +35,6 @@ from lockstep.runtime.torch_private import (
     TorchDispatchMode,
     in_backward,
 )
-from lockstep.runtime.torch_private.seen import require
 
 RANDOM = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu]
@@ -94,7 +93,6 @@ class SampleDraws(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        require("random draws")
         self.has_drawn = self.has_drawn_for_all = False
         self._below = _RowByRow(self)
         self.micro_batch = 0

@@ -12,7 +12,7 @@ from lockstep.page.panels import Advice
 from lockstep.record.events import GpuTold, HostTold
 from lockstep.sinks.console import score_texts, start_text
 from lockstep.sinks.watched import Watched
-from lockstep.text.charts import Series, terminal_chart
+from lockstep.text.charts import ChartLine, terminal_chart
 from lockstep.text.units import bytes_text, clock, count_text, percent, printable, seconds_text, steady
 
 MOST_RANKS = 16
@@ -140,7 +140,7 @@ def _chart(run: Watched, screen: Screen, height: int) -> list[Text]:
     def step_text(step: float) -> str:  # the axis has a little room at its ends
         return f"step {min(max(step, first), last):.0f}"
 
-    drawn = terminal_chart([Series("loss", points)], screen.width - 1, height, x_format=step_text, from_zero=False)
+    drawn = terminal_chart([ChartLine("loss", points)], screen.width - 1, height, x_format=step_text, from_zero=False)
     return [Text(line, "cyan") for line in drawn.splitlines()]
 
 

@@ -1,6 +1,6 @@
 """Small line charts: an SVG that stands alone, and one made of characters for a terminal. No library is needed.
 
-line_chart("all-reduce", "size", "GB/s", [Series("dp", [(1e3, 0.1), (1e6, 1.9)])], log_x=True)    -> "<svg ..."
+line_chart("all-reduce", "size", "GB/s", [ChartLine("dp", [(1e3, 0.1), (1e6, 1.9)])], log_x=True)    -> "<svg ..."
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Format = Callable[[float], str]
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartLine:
     """One line of a chart: its name, and (x, y) points in the order of x."""
 
     name: str
@@ -53,15 +53,15 @@ def plain(value: float) -> str:
 
 
 def line_chart(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False, x_format: Format = plain
+    title: str, x_label: str, y_label: str, series: Sequence[ChartLine], log_x: bool = False, x_format: Format = plain
 ) -> str:
     """An SVG that needs nothing but itself: light and dark, every line with its own dash, marker and name.
 
     What cannot be drawn (a value that is not finite, or not above 0 on a logarithmic axis) is left out.
     """
-    shown = [Series(line.name, _drawable(line.points, log_x)) for line in series]
-    x_axis = Axis.over([x for line in shown for x, _ in line.points], log_x)
-    y_axis = Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=True)
+    shown = [ChartLine(line.name, _drawable(line.points, log_x)) for line in series]
+    x_axis = ChartAxis.over([x for line in shown for x, _ in line.points], log_x)
+    y_axis = ChartAxis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=True)
 
     # A name may be long; letters of system fonts are about 8 wide.
     right = WIDTH - min(WIDTH // 2, 34 + 8 * max((len(line.name) for line in shown), default=4))
@@ -111,7 +111,7 @@ def line_chart(
 
 
 def terminal_chart(
-    series: Sequence[Series],
+    series: Sequence[ChartLine],
     width: int = 80,
     height: int = 9,
     log_x: bool = False,
@@ -119,9 +119,9 @@ def terminal_chart(
     from_zero: bool = True,
 ) -> str:
     """The same for a terminal: lines of dots, `width` characters at most; with several lines each has a mark."""
-    shown = [Series(line.name, _drawable(line.points, log_x)) for line in series]
-    x_axis = Axis.over([x for line in shown for x, _ in line.points], log_x)
-    y_axis = Axis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=from_zero)
+    shown = [ChartLine(line.name, _drawable(line.points, log_x)) for line in series]
+    x_axis = ChartAxis.over([x for line in shown for x, _ in line.points], log_x)
+    y_axis = ChartAxis.over([y for line in shown for _, y in line.points], is_log=False, from_zero=from_zero)
     margin = max(len(plain(value)) for value in (y_axis.low, y_axis.high)) + 1
     columns = max(10, width - margin - 1)
     dots = [[0] * columns for _ in range(height)]
@@ -155,7 +155,7 @@ def terminal_chart(
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """One axis of a chart, from its lowest value to its highest."""
 
     low: float
@@ -165,16 +165,16 @@ class Axis:
     """Whether its values are whole numbers, between which there is nothing."""
 
     @staticmethod
-    def over(values: list[float], is_log: bool, from_zero: bool = False) -> Axis:
+    def over(values: list[float], is_log: bool, from_zero: bool = False) -> ChartAxis:
         """An axis with room for all values; one that begins at 0 where that says more."""
         low, high = (min(values), max(values)) if values else (1.0, 10.0)
         if is_log:
-            return Axis(low, high, True) if high > low else Axis(low / 2, low * 2, True)
+            return ChartAxis(low, high, True) if high > low else ChartAxis(low / 2, low * 2, True)
         if from_zero and low >= 0:
             step = _round_up(high / TICKS) if high > 0 else 1.0
-            return Axis(0.0, math.ceil(high / step - 1e-9) * step or 1.0, False)
+            return ChartAxis(0.0, math.ceil(high / step - 1e-9) * step or 1.0, False)
         room = (high - low or abs(high) or 1.0) * 0.05
-        return Axis(low - room, high + room, False, is_counted=all(value == int(value) for value in values))
+        return ChartAxis(low - room, high + room, False, is_counted=all(value == int(value) for value in values))
 
     def share(self, value: float) -> float:
         """Where a value lies between the ends, as 0 to 1."""
@@ -224,7 +224,7 @@ def _braille_bit(x: int, y: int) -> int:
     return (0x40, 0x80)[x] if y == 3 else 1 << (y + 3 * x)
 
 
-def _in_words(x_label: str, y_label: str, series: Sequence[Series], x_format: Format) -> str:
+def _in_words(x_label: str, y_label: str, series: Sequence[ChartLine], x_format: Format) -> str:
     """All values, for those who hear the chart."""
     lines = [f"{y_label} over {x_label}."]
     for line in series:

@@ -14,8 +14,8 @@ from lockstep.parallel.pipeline.runner import MicroBatches
 from lockstep.parallel.whole.stay import ParametersStay
 from lockstep.step.attention import attend_with
 from lockstep.step.grads import local_gradients
+from lockstep.training.do_step import begin_exchange, forward_backward
 from lockstep.training.engine_parts import EngineParts
-from lockstep.training.step import begin_exchange, forward_backward
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep import __version__
-from lockstep.compare.show import table_cells
+from lockstep.compare.print_table import table_cells
 from lockstep.compare.table import LayoutTable, speed_ups
 from lockstep.page.panels import Chapter, Page, Panel, Table, Text
 from lockstep.page.sections.comparison import speed_up_lines

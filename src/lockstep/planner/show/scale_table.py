@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lockstep.planner.search.scale import GPU_WRITES_GB_S, Costs, Point, ScalingCurves
 from lockstep.planner.show.one_layout import add_columns, count_text, print_whole, say, schedule_text
-from lockstep.text.charts import Series, line_chart, terminal_chart
+from lockstep.text.charts import ChartLine, line_chart, terminal_chart
 from lockstep.text.units import percent, seconds_text
 
 
@@ -49,7 +49,7 @@ def _show_curve(title: str, points: Sequence[Point], terminal: Terminal) -> None
     print_whole(table, terminal)
 
 
-def curves(scaling: ScalingCurves) -> list[Series]:
+def curves(scaling: ScalingCurves) -> list[ChartLine]:
     """Efficiency and communication of both, in per cent."""
     found = []
     for name, points in (("strong", scaling.strong), ("weak", scaling.weak)):
@@ -57,7 +57,7 @@ def curves(scaling: ScalingCurves) -> list[Series]:
         if shown:
             efficiency = [(float(point.gpus), 100 * (point.efficiency or 0.0)) for point in shown]
             waiting = [(float(point.gpus), 100 * point.figures.communication) for point in shown if point.figures]
-            found += [Series(f"{name}: efficiency", efficiency), Series(f"{name}: communication", waiting)]
+            found += [ChartLine(f"{name}: efficiency", efficiency), ChartLine(f"{name}: communication", waiting)]
     return found
 
 

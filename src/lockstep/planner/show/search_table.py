@@ -15,7 +15,7 @@ from lockstep.planner.cost.job import Job
 from lockstep.planner.search.fitting import Way, enough_gpus
 from lockstep.planner.search.rank_layouts import Asked, Candidate, SearchResult
 from lockstep.planner.show.one_layout import add_columns, count_text, holder, print_whole, say, schedule_text
-from lockstep.text.charts import Series, line_chart, terminal_chart
+from lockstep.text.charts import ChartLine, line_chart, terminal_chart
 from lockstep.text.units import bytes_text, percent, seconds_text
 
 MOST_ROWS = 10
@@ -87,7 +87,7 @@ def show_front(found: SearchResult, terminal: Terminal) -> None:
         "\nwhat less memory costs (Pareto front): seconds of a step over memory, which is logarithmic", style="bold"
     )
     if terminal.encoding.lower().startswith("utf"):
-        series, width = [Series("front", front_points(front))], min(terminal.width, 76)
+        series, width = [ChartLine("front", front_points(front))], min(terminal.width, 76)
         chart = terminal_chart(series, width, height=7, log_x=True, x_format=bytes_text)
         say(terminal, chart)
     chosen = front if len(front) <= 5 else [front[round(i * (len(front) - 1) / 4)] for i in range(5)]
@@ -107,7 +107,7 @@ def front_points(front: Sequence[Candidate]) -> list[tuple[float, float]]:
 
 def draw_front(found: SearchResult, title: str) -> str:
     """The front as an SVG."""
-    series = [Series("Pareto front", front_points(found.front))]
+    series = [ChartLine("Pareto front", front_points(found.front))]
     return line_chart(title, "memory of a GPU", "seconds of a step", series, log_x=True, x_format=bytes_text)
 
 
