@@ -70,7 +70,7 @@ def test_a_hang_of_ranks_that_share_a_gpu_is_explained(tmp_path: Path) -> None:
     done = lockstep(tmp_path, "--nproc", "2", "--share-gpu", "--restarts", "0", "train.py", "hang")
     assert done.returncode == 1
     assert "rank 1 is still at train.py" in done.stderr
-    assert "rank 0 waits in engine.step at train.py" in done.stderr
+    assert "rank 0 waits in the loop over the loader at train.py" in done.stderr
 
 
 def record(_: Job, folder: Path) -> str:
