@@ -41,7 +41,7 @@ KEYWORD_APIS = {
 }
 """Functions with more parameters than that, all of them public and called by keyword."""
 
-NOT_YET_LINES = 56_113
+NOT_YET_LINES = 56_119
 NOT_YET_ATTRIBUTES = 10
 NOT_YET_MOCKED: set[str] = set()
 NOT_YET_FOLDERS: set[str] = set()

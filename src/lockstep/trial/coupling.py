@@ -99,6 +99,8 @@ def find_coupling(
     and `uneven` gives some of the most different sizes. Every rank calls it, with the same ones.
     """
     norms, batch_norm = _batch_norms(engine)
+    # A pipeline looks at a forward without data first, in which such layers take the statistics of the batch.
+    takes_several = any(layer.running_mean is None for layer in norms)
     places = places_of(engine.cut.models, engine.setup.loss)
     count = min(SAMPLES, samples)
     engine.forwards.may_draw = False
@@ -127,7 +129,11 @@ def find_coupling(
                     cause = _cause_in_other_steps(engine, whole, parts)
         if parts:
             cause = cause or _cause_among_many(engine, comm, read, min(MANY, samples), parts[0])
-            cause = cause or _cause_among_few(engine, read, min(FEW, samples), smallest)
+            few = min(FEW, samples)
+            if engine.pipeline is not None and takes_several:
+                smallest = max(2, smallest)
+                few -= few % smallest
+            cause = cause or _cause_among_few(engine, read, few, smallest)
             if uneven is not None:
                 cause = cause or _cause_of_sizes(engine, norms, uneven, count)
             if cause is not None and engine.layout.data_size > 1:
