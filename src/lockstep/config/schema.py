@@ -182,6 +182,11 @@ class SetupConfig(CommandConfig):
     shard: ShardConfig = ShardConfig()
     recover: RecoverConfig = RecoverConfig()
 
+    @property
+    def kernels(self) -> str | None:
+        """The attention kernels that were asked for; None: as torch chooses, or as they are measured."""
+        return None if self.attention == "auto" else self.attention
+
     @model_validator(mode="after")
     def _formats_go_together(self) -> Self:
         check_numerics(self.precision, self.numerics)

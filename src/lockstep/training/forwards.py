@@ -57,6 +57,7 @@ class Forwards:
         """Called before each forward of a micro-batch, outside of it."""
         self.together = cut.together
         """Why no rank can leave a forward out, for people; None: it can."""
+        self._sequence = comm.cut_axis("cp")
         self._step = 0  # whose draws modules make
         self._calls: Counter[int] = Counter()
         self._streams: dict[tuple[int, int, int], int] = {}
@@ -103,8 +104,7 @@ class Forwards:
 
     def own_tokens(self, data: Any) -> Any:
         """This rank's part of the sequences of a micro-batch, where the layout cuts those (cp)."""
-        axis = self.comm.cut_axis("cp")
-        return data if axis is None else cut_sequences(data, axis)
+        return data if self._sequence is None else cut_sequences(data, self._sequence)
 
     def summed_loss(self, model: nn.Module, data: Any) -> tuple[torch.Tensor, Weight]:
         """Call the user's loss function, and refuse what it must not do or return."""

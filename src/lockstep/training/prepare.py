@@ -42,11 +42,10 @@ def look_with(setup: Setup, layout: Layout, device: torch.device, data: Any) -> 
     """How planning looks at a forward: the user's loss on the first samples, which every rank sees."""
     settings = setup.settings
     together = "a pipeline" if layout.pp > 1 else None
-    kernels = None if settings.attention == "auto" else settings.attention
 
     def look(model: nn.Module, sequence: Axis | None = None) -> Any:
         own = data if sequence is None else cut_sequences(data, sequence)
-        with computing(settings.precision, device, kernels), torch.random.fork_rng([]):
+        with computing(settings.precision, device, settings.kernels), torch.random.fork_rng([]):
             return checked_loss(setup.loss(model, own), setup.loss_reduction, together, device)
 
     return look
@@ -68,6 +67,8 @@ def make_state(setup: Setup, cut: CutModel, device: torch.device) -> TrainState:
     refuse_closure(optimizer)
     refuse_coupled(optimizer, make, named, layout)
     use_fused_kernels(optimizer, cut.models[0])
+    numerics = settings.numerics
+    loss_scale = LossScale(numerics.loss_scale, numerics.loss_scale_window) if settings.precision == "fp16" else None
     return TrainState(
         cut=cut,
         device=device,
@@ -75,17 +76,12 @@ def make_state(setup: Setup, cut: CutModel, device: torch.device) -> TrainState:
         optimizer=optimizer,
         rates=Rates(optimizer, setup.schedule),
         trainable=trainable,
-        loss_scale=_loss_scale(settings),
+        loss_scale=loss_scale,
         spikes=SpikeDetector(),
         showing=Showing(),
-        attention=None if settings.attention == "auto" else settings.attention,
+        attention=settings.kernels,
         measures_attention=settings.attention == "auto" and device.type == "cuda" and layout.pp == 1,
     )
-
-
-def _loss_scale(settings: SetupConfig) -> LossScale | None:
-    numerics = settings.numerics
-    return LossScale(numerics.loss_scale, numerics.loss_scale_window) if settings.precision == "fp16" else None
 
 
 def make_parts(
@@ -120,8 +116,7 @@ def make_parts(
 def use_backends(settings: SetupConfig, layout: Layout, device: torch.device) -> None:
     """Switch what torch computes with, for the whole process."""
     apply_tf32(settings.numerics, device)
-    kernels = None if settings.attention == "auto" else settings.attention
-    process.tag_compiled_code(f"attention={kernels}")
+    process.tag_compiled_code(f"attention={settings.kernels}")
     if layout.team > 1:
         process.keep_attention_open()
     if layout.team * layout.pp > 1:
